@@ -1,0 +1,268 @@
+"""ONNX models go from file to file without their weights passing through memory."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx
+import onnx_ir as ir
+
+from moetrt.errors import InputError
+from moetrt.files import existing_file, write_atomically
+
+# Smaller tensors stay in the model file: scalars and shapes are read while mapping.
+SMALL_TENSOR_BYTES = 1024
+
+# Readers map the data file into memory page by page.
+_ALIGNMENT = 4096
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of a model, and how to put another in its place."""
+
+    tensor: ir.TensorProtocol
+    put: Callable[[ir.TensorProtocol], None]
+
+
+def _attribute_place(node: ir.Node, name: str, tensor: ir.TensorProtocol) -> _Place:
+    def put(new: ir.TensorProtocol) -> None:
+        node.attributes[name] = ir.AttrTensor(name, new)
+
+    return _Place(tensor, put)
+
+
+def _initializer_place(value: ir.Value, tensor: ir.TensorProtocol) -> _Place:
+    def put(new: ir.TensorProtocol) -> None:
+        value.const_value = new
+
+    return _Place(tensor, put)
+
+
+def _places(model: ir.Model) -> Iterator[_Place]:
+    """Every initializer, and every tensor attribute whose data is external already."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield _initializer_place(value, value.const_value)
+        for node in graph:
+            for name, attribute in list(node.attributes.items()):
+                if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                    yield _attribute_place(node, name, attribute.value)
+
+
+def load_model(path: str | os.PathLike[str]) -> ir.Model:
+    """Reads an ONNX file; data in other files stays there until somebody asks for a value.
+
+    Args:
+        path: the ``.onnx`` file (protobuf). External data is looked for beside it.
+
+    Raises:
+        InputError: the file is missing, a folder, not ONNX or cut short; or a data file that it names is missing, too
+            short, or lies outside the model's folder.
+    """
+    source = existing_file(path, "ONNX model")
+    if source.stat().st_size == 0:
+        raise InputError(f"ONNX model '{source}' is an empty file")
+    try:
+        proto = onnx.load(source, format="protobuf", load_external_data=False)
+    except Exception as error:  # protobuf's implementations differ in what they raise
+        raise InputError(f"'{source}' is not an ONNX model, or was cut short: {_one_line(error)}") from error
+    if not proto.ir_version or not proto.HasField("graph") or not proto.opset_import:
+        raise InputError(f"'{source}' is not an ONNX model, or was cut short: it has no IR version, graph or opset")
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:  # onnx_ir raises whatever its parts raise, with the path to the broken part in the text
+        raise InputError(f"ONNX model '{source}' is not well formed: {_one_line(error)}") from error
+    folder = Path(os.path.abspath(source.parent))
+    for place in _places(model):
+        if isinstance(place.tensor, ir.ExternalTensor):
+            place.tensor.base_dir = folder
+            _check_external(source, folder, place.tensor)
+    return model
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _check_external(source: Path, folder: Path, tensor: ir.ExternalTensor) -> None:
+    location = os.fspath(tensor.location)
+    data = Path(os.path.normpath(folder / location))
+    if os.path.isabs(location) or folder not in data.parents:
+        raise InputError(
+            f"ONNX model '{source}': data of '{tensor.name}' is in '{location}'; "
+            "a path inside the model's folder is taken"
+        )
+    if not data.is_file():
+        raise InputError(f"ONNX model '{source}' needs its data file '{location}' beside it: '{data}' does not exist")
+    end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
+    size = data.stat().st_size
+    if end > size:
+        raise InputError(
+            f"ONNX model '{source}': data file '{location}' has {size} bytes, but '{tensor.name}' ends at byte {end}; "
+            "it was cut short or belongs to another model"
+        )
+
+
+def save_model(model: ir.Model, path: str | os.PathLike[str]) -> Path:
+    """Writes ``model`` to ``path`` after checking it; nothing is replaced unless all of it could be written.
+
+    Tensors above ``SMALL_TENSOR_BYTES`` go to one file ``<name of path>.data`` in the same folder, under its relative
+    name. Tensors that lie in another data file of that folder already are left there; from other folders their bytes
+    are copied file to file (hard links would save the copy, but onnx and onnx_ir refuse to read them). Afterwards the
+    tensors of ``model`` are the ones on disk, so the model can be used, and saved, again, also when ``path`` is where
+    it came from.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        InputError: the model does not pass onnx.checker, or the folder cannot be written.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"output file '{target}' is a folder")
+    data_path = target.with_name(target.name + ".data")
+    places = [place for place in _places(model) if _belongs_outside(place.tensor)]
+    kept, moved = _split(places, data_path)
+    try:
+        with ExitStack() as stack:
+            # The model's file is entered first, so it is renamed last: it never names data that is not there yet.
+            temporary = stack.enter_context(write_atomically(target))
+            if moved:
+                _write_data(moved, stack.enter_context(write_atomically(data_path)), data_path)
+            for place, tensor in kept:
+                place.put(tensor)
+            proto = ir.to_proto(model)
+            check_proto(proto, target)
+            temporary.write_bytes(proto.SerializeToString(deterministic=True))
+    except BaseException:
+        for place in places:
+            place.put(place.tensor)
+        raise
+    for place in places:
+        if isinstance(place.tensor, ir.ExternalTensor):
+            # A mapping of the old file would keep its bytes alive.
+            place.tensor.release()
+    return target
+
+
+def _belongs_outside(tensor: ir.TensorProtocol) -> bool:
+    if tensor.dtype == ir.DataType.STRING:
+        return False
+    return isinstance(tensor, ir.ExternalTensor) or tensor.nbytes > SMALL_TENSOR_BYTES
+
+
+def _split(places: list[_Place], data_path: Path) -> tuple[list[tuple[_Place, ir.ExternalTensor]], list[_Place]]:
+    """Tensors that stay in their data file (named from the new folder), and tensors that go to the new data file."""
+    folder = data_path.parent.absolute()
+    kept: list[tuple[_Place, ir.ExternalTensor]] = []
+    own: list[tuple[_Place, ir.ExternalTensor]] = []
+    moved: list[_Place] = []
+    for place in places:
+        tensor = place.tensor
+        if not isinstance(tensor, ir.ExternalTensor):
+            moved.append(place)
+            continue
+        at = Path(tensor.path).absolute()
+        if folder.resolve() not in at.resolve().parents:
+            moved.append(place)
+            continue
+        location = at.resolve().relative_to(folder.resolve()).as_posix()
+        here = _external(tensor, location, tensor.offset or 0, folder)
+        (own if at.resolve() == data_path.resolve() else kept).append((place, here))
+    if moved:
+        # The data file is about to be written anew, so what it holds already moves with the rest.
+        moved = [place for place, _ in own] + moved
+    else:
+        kept += own
+    return kept, moved
+
+
+def _external(tensor: ir.TensorProtocol, location: str, offset: int, folder: Path) -> ir.ExternalTensor:
+    return ir.ExternalTensor(
+        location,
+        offset,
+        tensor.nbytes,
+        tensor.dtype,
+        shape=ir.Shape(tensor.shape.numpy()),
+        name=tensor.name or "",
+        doc_string=tensor.doc_string,
+        base_dir=folder,
+    )
+
+
+def _write_data(places: list[_Place], temporary: Path, data_path: Path) -> None:
+    """Writes the tensors of ``places`` one after another and puts their new places into the model."""
+    folder = data_path.parent.absolute()
+    written: dict[object, int] = {}
+    with temporary.open("wb") as file:
+        for place in places:
+            tensor = place.tensor
+            # Tied weights are one tensor, or one range of a file, under several names.
+            key: object = id(tensor)
+            if isinstance(tensor, ir.ExternalTensor):
+                key = (tensor.path, tensor.offset or 0, tensor.nbytes)
+            if key not in written:
+                offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
+                file.seek(offset)
+                _copy_tensor(tensor, file)
+                written[key] = offset
+            place.put(_external(tensor, data_path.name, written[key], folder))
+
+
+def _copy_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
+    if isinstance(tensor, ir.ExternalTensor):
+        _copy_range(Path(tensor.path), tensor.offset or 0, tensor.nbytes, file)
+    elif hasattr(tensor, "tofile"):
+        tensor.tofile(file)
+    else:
+        file.write(tensor.tobytes())
+
+
+def _copy_range(source: Path, offset: int, length: int, file: BinaryIO) -> None:
+    # ExternalTensor.tofile would do, but it refuses data files with a second hard link, which caches of models have.
+    with source.open("rb") as data:
+        data.seek(offset)
+        left = length
+        while left:
+            chunk = data.read(min(left, _CHUNK))
+            if not chunk:
+                raise InputError(f"data file '{source}' ended {left} bytes early; it was cut short while being read")
+            file.write(chunk)
+            left -= len(chunk)
+
+
+def without_external_data(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of ``proto`` whose external initializers are inputs, for tools that would look for their files."""
+    lean = onnx.ModelProto()
+    lean.CopyFrom(proto)
+    inputs = {value.name for value in lean.graph.input}
+    kept = []
+    for tensor in lean.graph.initializer:
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            kept.append(tensor)
+        elif tensor.name not in inputs:
+            lean.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    if len(kept) != len(lean.graph.initializer):
+        kept = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in kept]
+        del lean.graph.initializer[:]
+        lean.graph.initializer.extend(kept)
+    return lean
+
+
+def check_proto(proto: onnx.ModelProto, name: str | os.PathLike[str]) -> None:
+    """Runs onnx.checker on ``proto`` without reading external data.
+
+    Raises:
+        InputError: the checker's complaint, on one line.
+    """
+    try:
+        onnx.checker.check_model(without_external_data(proto))
+    except onnx.checker.ValidationError as error:
+        raise InputError(f"ONNX model '{os.fspath(name)}' is not valid: {_one_line(error)}") from error

@@ -1,0 +1,239 @@
+"""Models are read and written whole or not at all, with one line for each thing that is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from moetrt.errors import InputError
+from moetrt.onnx_files import load_model, save_model
+
+WEIGHT = np.arange(64 * 64, dtype=np.float32).reshape(64, 64) / 4096
+
+
+def linear_model(weight: np.ndarray = WEIGHT) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "weight"], ["m"]), helper.make_node("Add", ["m", "bias"], ["y"])],
+        "linear",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", weight.shape[0]])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", weight.shape[1]])],
+        [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(np.float32(3), "bias")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+
+
+@pytest.fixture
+def external(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    path = folder / "model.onnx"
+    onnx.save(linear_model(), path, save_as_external_data=True, location="weights.bin", size_threshold=1024)
+    return path
+
+
+def run(path: Path) -> np.ndarray:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": np.ones((2, 64), np.float32)})[0]
+
+
+EXPECTED = np.ones((2, 64), np.float32) @ WEIGHT + 3
+
+
+def test_external_weights_of_another_folder_are_copied_under_a_relative_name(external: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "mapped.onnx"
+    save_model(load_model(external), target)
+    assert sorted(os.listdir(target.parent)) == ["mapped.onnx", "mapped.onnx.data"]
+    moved = tmp_path / "elsewhere"  # case 31: the folder is moved, and the source is gone
+    os.rename(target.parent, moved)
+    external.unlink()
+    (external.parent / "weights.bin").unlink()
+    onnx.checker.check_model(moved / "mapped.onnx")
+    np.testing.assert_allclose(run(moved / "mapped.onnx"), EXPECTED, rtol=1e-6)
+
+
+def test_external_weights_of_the_same_folder_are_named_not_copied(external: Path) -> None:
+    target = external.with_name("mapped.onnx")
+    save_model(load_model(external), target)
+    assert sorted(os.listdir(external.parent)) == ["mapped.onnx", "model.onnx", "weights.bin"]
+    np.testing.assert_allclose(run(target), EXPECTED, rtol=1e-6)
+
+
+def test_saving_onto_the_file_that_was_read(external: Path, tmp_path: Path) -> None:
+    once = tmp_path / "once.onnx"
+    save_model(load_model(external), once)
+    model = load_model(once)
+    save_model(model, once)
+    model.graph.initializers["bias"].const_value = ir.Tensor(np.full(64, 5, np.float32).repeat(40).reshape(-1)[:64])
+    save_model(model, once)
+    np.testing.assert_allclose(run(once), EXPECTED + 2, rtol=1e-6)
+    # A new large weight makes the data file be written anew, from itself.
+    model.graph.initializers["bias"].const_value = ir.Tensor(np.full((1, 64), 6, np.float32))
+    model.graph.initializers["extra"] = ir.Value(
+        name="extra", const_value=ir.Tensor(np.zeros((512,), np.float32), name="extra")
+    )
+    save_model(model, once)
+    assert load_model(once).graph.initializers["extra"].const_value.numpy().shape == (512,)  # type: ignore[union-attr]
+    np.testing.assert_allclose(run(once), EXPECTED + 3, rtol=1e-6)
+
+
+def test_case31_a_stale_data_file_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "model.onnx"
+    (tmp_path / "model.onnx.data").write_bytes(b"\x7f" * 100_000)
+    save_model(ir.from_proto(linear_model()), target)
+    assert (tmp_path / "model.onnx.data").stat().st_size == WEIGHT.nbytes
+    np.testing.assert_allclose(run(target), EXPECTED, rtol=1e-6)
+
+
+def test_the_model_in_memory_can_be_used_after_saving(tmp_path: Path) -> None:
+    model = ir.from_proto(linear_model())
+    save_model(model, tmp_path / "a" / "model.onnx")
+    np.testing.assert_array_equal(model.graph.initializers["weight"].const_value.numpy(), WEIGHT)  # type: ignore[union-attr]
+    save_model(model, tmp_path / "b" / "model.onnx")
+    np.testing.assert_allclose(run(tmp_path / "b" / "model.onnx"), EXPECTED, rtol=1e-6)
+
+
+def test_case33_bfloat16_bytes_do_not_change(tmp_path: Path) -> None:
+    bits = np.arange(65536, dtype=np.uint16)  # every bfloat16 there is, NaN payloads too
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["w"], ["y"])],
+        "g",
+        [],
+        [helper.make_tensor_value_info("y", TensorProto.BFLOAT16, [65536])],
+        [numpy_helper.from_array(bits.view(ml_dtypes.bfloat16), "w")],
+    )
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10))
+    save_model(model, tmp_path / "a.onnx")
+    (tmp_path / "b").mkdir()
+    save_model(load_model(tmp_path / "a.onnx"), tmp_path / "b" / "b.onnx")
+    back = load_model(tmp_path / "b" / "b.onnx").graph.initializers["w"].const_value
+    assert back is not None
+    assert back.dtype == ir.DataType.BFLOAT16
+    np.testing.assert_array_equal(back.numpy().view(np.uint16), bits)
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    model = ir.from_proto(linear_model())
+    tensor = model.graph.initializers["weight"].const_value
+    model.graph.initializers["tied"] = ir.Value(name="tied", const_value=tensor)
+    save_model(model, tmp_path / "a.onnx")
+    assert (tmp_path / "a.onnx.data").stat().st_size == WEIGHT.nbytes
+    (tmp_path / "b").mkdir()
+    save_model(load_model(tmp_path / "a.onnx"), tmp_path / "b" / "b.onnx")
+    assert (tmp_path / "b" / "b.onnx.data").stat().st_size == WEIGHT.nbytes
+
+
+def test_source_with_a_hard_linked_data_file_is_copied(external: Path, tmp_path: Path) -> None:
+    os.link(external.parent / "weights.bin", tmp_path / "second-name.bin")
+    save_model(load_model(external), tmp_path / "out.onnx")
+    np.testing.assert_allclose(run(tmp_path / "out.onnx"), EXPECTED, rtol=1e-6)
+
+
+def one_line(error: pytest.ExceptionInfo[InputError]) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty file"),
+        (b"hello, this is text\n" * 10, "is not an ONNX model"),
+        (linear_model().SerializeToString()[:-7], "was cut short"),
+        (linear_model().SerializeToString()[:300], "was cut short"),
+        (b"\x08\x0a", "has no IR version, graph or opset"),
+    ],
+)
+def test_files_that_are_not_onnx(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as error:
+        load_model(path)
+    assert words in one_line(error)
+    assert "bad.onnx" in str(error.value)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"'.*nothing.onnx' does not exist"):
+        load_model(tmp_path / "nothing.onnx")
+    with pytest.raises(InputError, match="is not a file"):
+        load_model(tmp_path)
+
+
+def test_data_file_missing_short_or_outside(external: Path) -> None:
+    data = external.parent / "weights.bin"
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"'weights.bin' has 16383 bytes, but 'weight' ends at byte 16384"):
+        load_model(external)
+    data.unlink()
+    with pytest.raises(InputError, match=r"needs its data file 'weights.bin' beside it"):
+        load_model(external)
+    for location in ("../weights.bin", "/etc/passwd"):
+        proto = onnx.load(external, load_external_data=False)
+        proto.graph.initializer[0].external_data[0].value = location
+        external.write_bytes(proto.SerializeToString())
+        with pytest.raises(InputError, match="a path inside the model's folder is taken"):
+            load_model(external)
+
+
+def test_an_invalid_model_leaves_the_old_files(tmp_path: Path) -> None:
+    target = tmp_path / "model.onnx"
+    save_model(ir.from_proto(linear_model()), target)
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    bad = linear_model(WEIGHT * 2)
+    bad.graph.node[1].op_type = "NoSuchOperator"
+    model = ir.from_proto(bad)
+    with pytest.raises(InputError, match=r"is not valid.*NoSuchOperator") as error:
+        save_model(model, target)
+    one_line(error)
+    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+    np.testing.assert_array_equal(model.graph.initializers["weight"].const_value.numpy(), WEIGHT * 2)  # type: ignore[union-attr]
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(InputError, match="cannot be written"):
+        save_model(ir.from_proto(linear_model()), tmp_path / "file" / "model.onnx")
+    (tmp_path / "folder.onnx").mkdir()
+    with pytest.raises(InputError, match="is a folder"):
+        save_model(ir.from_proto(linear_model()), tmp_path / "folder.onnx")
+
+
+def test_case31_weights_over_2_gb_never_pass_through_memory(tmp_path: Path) -> None:
+    """A sparse data file of 3 GiB is read and saved beside itself by a process that may not use 2 GiB of memory."""
+    rows = 3 * 2**30 // 4 // 4096
+    tensor = TensorProto(name="weight", data_type=TensorProto.FLOAT, dims=[4096, rows])
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "big.bin"), ("offset", "0"), ("length", str(3 * 2**30))):
+        tensor.external_data.add(key=key, value=value)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "weight"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4096])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, rows])],
+    )
+    graph.initializer.append(tensor)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with open(tmp_path / "big.bin", "wb") as file:
+        file.truncate(3 * 2**30)
+    script = (
+        "import sys; from moetrt.onnx_files import load_model, save_model\n"
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))\n"
+        "save_model(load_model(sys.argv[1]), sys.argv[2])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    output = tmp_path / "mapped.onnx"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "model.onnx"), str(output)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 < 2**30
+    assert output.stat().st_size < 4096
