@@ -1,0 +1,86 @@
+"""What a run says: results and steps on stdout, plain when piped, with a spinner where somebody is watching."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_WIDTH = 80
+
+
+@dataclass
+class Step:
+    """One step of a run, while it lasts.
+
+    Attributes:
+        result: what came out, one line; printed when the step ends.
+        ok: False marks the step as fallen short.
+        details: further lines, printed indented below the result.
+    """
+
+    name: str
+    result: str = ""
+    ok: bool = True
+    details: list[str] = field(default_factory=list)
+    _status: object = None
+
+    def progress(self, text: str) -> None:
+        """Shows what the step is doing just now; says nothing where nobody is watching."""
+        if self._status is not None:
+            self._status.update(f"{self.name}: {text}")  # type: ignore[attr-defined]
+
+
+class Output:
+    """Prints a run. ``quiet`` leaves only errors (and the exit code); results go to stdout."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._console = Console(highlight=False, markup=False, quiet=quiet)
+        if not self._console.is_terminal:
+            # A pipe has no width: keep the one that every terminal has, and never break a path or a command.
+            self._console.width = _WIDTH
+
+    def line(self, text: str = "") -> None:
+        """Prints one line, never wrapped: paths and commands stay whole."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def heading(self, text: str) -> None:
+        """Prints the title of a part."""
+        self._console.print(Text(text, style="bold"), soft_wrap=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Prints a table that fits 80 columns; long cells are folded."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(str(cell)) for cell in row))
+        self._console.print(table)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Step]:
+        """Runs one step: a spinner while it lasts, then its name, result and time.
+
+        A step that raises prints nothing: the error line that follows names the trouble.
+        """
+        step = Step(name)
+        started = time.monotonic()
+        if self._console.is_terminal and not self.quiet:
+            with self._console.status(name) as status:
+                step._status = status
+                yield step
+                step._status = None
+        else:
+            yield step
+        seconds = time.monotonic() - started
+        mark, style = ("ok", "green") if step.ok else ("FAILED", "bold red")
+        self._console.print(
+            Text.assemble((f"{mark:<7}", style), f"{name:<26} {step.result}  ", (f"{seconds:.1f} s", "dim")),
+            soft_wrap=True,
+        )
+        for detail in step.details:
+            self.line(f"       {detail}")
