@@ -1,0 +1,117 @@
+"""The PyTorch reference: the operators' definition on torch tensors, on any device.
+
+Inside it computes in float32, or in float64 where the rows are float64: the latter is the gold that errors are measured
+against, and is taken by the reference alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moetrt.definition import evaluate
+from moetrt.spec import DATA_DTYPES, Operand, OperatorSpec, check_operands
+
+REFERENCE_DTYPES = (*DATA_DTYPES, "float64")
+
+
+def operand(tensor: torch.Tensor) -> Operand:
+    """What `moetrt.spec.check_operands` needs to know of a tensor; symbolic dimensions count as not known."""
+    shape = tuple(dim if isinstance(dim, int) else None for dim in tensor.shape)
+    return Operand(str(tensor.dtype).removeprefix("torch."), shape)
+
+
+def reference(
+    spec: OperatorSpec, tensors: Mapping[str, torch.Tensor | None], attributes: Mapping[str, object]
+) -> tuple[torch.Tensor, ...]:
+    """Computes an operator in PyTorch.
+
+    Args:
+        spec: `moetrt.spec.FINALIZE_ADD_RMS_NORM` or `moetrt.spec.FINALIZE_ADD`.
+        tensors: the inputs by name, None or left out where absent; shapes and dtypes as in ``spec``. float64 rows are
+            computed in float64, with the other inputs float64 or float32.
+        attributes: by name; the defaults of ``spec`` where left out.
+
+    Returns:
+        ``(norm_out, residual_out)`` or ``(hidden,)``: the rows' dtype, the shape of residual, else of shared_output,
+        else ``[T, H]``.
+
+    Raises:
+        InputTypeError, InputError: a dtype, shape or attribute that is not taken.
+    """
+    complete = spec.complete(attributes)
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    check_operands(spec, {name: operand(tensor) for name, tensor in given.items()}, data_dtypes=REFERENCE_DTYPES)
+    return evaluate(spec, _TorchOps(given["gemm2_permuted"], complete), given)
+
+
+@dataclass(frozen=True)
+class _TorchOps:
+    """The definition's primitives on tensors."""
+
+    rows: torch.Tensor
+    attributes: Mapping[str, float | int]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float64 if self.rows.dtype == torch.float64 else torch.float32
+
+    def attribute(self, name: str) -> torch.Tensor:
+        # Attributes are float32 in TensorRT and ONNX: the float64 run reads the same number.
+        value = torch.tensor(self.attributes[name], dtype=torch.float32, device=self.rows.device)
+        return value.to(self.compute_dtype)
+
+    def choose(self, flag: str, when_set: torch.Tensor, when_clear: torch.Tensor) -> torch.Tensor:
+        return when_set if self.attributes[flag] else when_clear
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.compute_dtype)
+
+    def data(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.rows.dtype)
+
+    def mul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * b
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x)
+
+    def ones_like(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(x)
+
+    def inverse_rms(self, x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+        return 1 / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+    def rows_in_order(self, rows: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(*expert_weights.shape, rows.shape[1])
+
+    def rows_by_map(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        if rows.shape[0] == 0:
+            return rows.new_zeros(*index.shape, rows.shape[1])
+        return rows[torch.where(self._is_row(index, rows), index, 0).long()]
+
+    def keep_mapped(self, routes: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        filler = torch.where(index == -1, 0.0, float("nan")).to(routes.dtype)
+        return torch.where(self._is_row(index, rows).unsqueeze(-1), routes, filler.unsqueeze(-1))
+
+    def first_columns(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return x[..., : like.shape[-1]]
+
+    def per_route(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(-1)
+
+    def sum_routes(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(dim=1)
+
+    def per_token(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, -2)
+
+    def shaped_like(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return x.reshape(like.shape)
+
+    @staticmethod
+    def _is_row(index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return (index >= 0) & (index < rows.shape[0])
