@@ -1,0 +1,72 @@
+# `make demo` and `make test` on a machine that has Python 3.11, g++ and make: everything else comes into .venv and build/.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= out/demo
+
+# A file is rebuilt when one of these changes. PLUGIN_SOURCES and PYTHON_SOURCES are what the installed package is made of.
+PLUGIN_SOURCES := $(shell find plugins -type f)
+PYTHON_SOURCES := $(shell find export -type f -name '*.py')
+CXX_SOURCES := $(shell find plugins tests -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help install demo test lint unit format clean
+
+help:
+	@echo "make demo     install into .venv, build the plugin library, take a DeepSeek-V3-architecture model to an engine"
+	@echo "make test     install what is missing, lint, type-check and run the tests"
+	@echo "make install  only install into .venv and build the plugin library"
+	@echo "make lint     ruff, mypy and clang-format, changing nothing"
+	@echo "make unit     the tests alone; ARGS='-k name' chooses"
+	@echo "make format   let ruff and clang-format rewrite the sources"
+	@echo "make clean    remove .venv, build and out"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("moetrt needs Python 3.11 or later; this is " + sys.version.split()[0] + " (set PYTHON=...)" if sys.version_info < (3, 11) else 0)'
+	@command -v g++ >/dev/null || { echo "moetrt needs g++ to build its plugin library (Debian: apt-get install g++)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The packages: everything that pyproject.toml names, at the versions of constraints.txt.
+$(VENV)/.packages: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing packages into $(VENV) (torch is the large one)"
+	@$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
+	@$(BIN)/python .ci/requirements.py | xargs -d '\n' $(BIN)/pip install --quiet --constraint constraints.txt
+	@touch $@
+
+# The package itself, as a user gets it: a normal install, built by CMake with its objects cached under build/.
+$(VENV)/.installed: $(VENV)/.packages $(PLUGIN_SOURCES) $(PYTHON_SOURCES) README.md LICENSE
+	@echo "Building the plugin library and installing moetrt"
+	@$(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
+
+install: $(VENV)/.installed
+
+demo: install
+	@$(BIN)/moetrt demo -o $(OUT)
+
+lint: $(VENV)/.packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+unit: install
+	$(BIN)/python -m pytest $(ARGS)
+
+test: lint unit
+
+format: $(VENV)/.packages
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+clean:
+	rm -rf $(VENV) build out
