@@ -41,10 +41,13 @@ class Ops(Protocol[V]):
     def rows_in_order(self, rows: V, expert_weights: V) -> V:
         """``[T*K, Hp]`` as ``[T, K, Hp]``."""
 
-    def rows_by_map(self, rows: V, index: V) -> V:
-        """``[T, K, Hp]``: the row of each route; any row where the entry is outside ``[0, R)``."""
+    def is_row(self, index: V, rows: V) -> V:
+        """Booleans ``[T, K]``: whether the map entry is in ``[0, R)``."""
 
-    def keep_mapped(self, routes: V, index: V, rows: V) -> V:
+    def rows_by_map(self, rows: V, index: V, is_row: V) -> V:
+        """``[T, K, Hp]``: the row of each route; any row where ``is_row`` is false."""
+
+    def keep_mapped(self, routes: V, index: V, is_row: V) -> V:
         """``routes`` where the map entry is a row, 0 where it is -1, NaN where it is neither."""
 
     def first_columns(self, x: V, like: V) -> V:
@@ -100,19 +103,19 @@ def evaluate(spec: OperatorSpec, ops: Ops[V], given: Mapping[str, V]) -> tuple[V
     stored = ops.compute(rounded)
     normalised = ops.mul(stored, ops.inverse_rms(stored, ops.attribute("eps")))
     gamma = ops.add(ops.compute(given["gamma"]), ops.attribute("weight_bias"))
-    norm = ops.choose(
-        "weight_before_cast",
-        ops.data(ops.mul(normalised, gamma)),
-        ops.data(ops.mul(ops.compute(ops.data(normalised)), gamma)),
-    )
-    return shaped(norm), shaped(rounded)
+    normalised = ops.choose("weight_before_cast", normalised, ops.compute(ops.data(normalised)))
+    return shaped(ops.data(ops.mul(normalised, gamma))), shaped(rounded)
 
 
 def _finalize(ops: Ops[V], given: Mapping[str, V]) -> V:
     """The weighted sum of each token's rows, ``[T, H]`` in the compute dtype."""
     rows, weights = given["gemm2_permuted"], given["expert_weights"]
     index = given.get("expanded_idx_to_permuted_idx")
-    routes = ops.rows_in_order(rows, weights) if index is None else ops.rows_by_map(rows, index)
+    if index is None:
+        routes = ops.rows_in_order(rows, weights)
+    else:
+        is_row = ops.is_row(index, rows)
+        routes = ops.rows_by_map(rows, index, is_row)
     routes = ops.compute(routes)
     width = next((given[name] for name in ("gamma", "residual", "shared_output") if name in given), None)
     if width is not None:
@@ -121,5 +124,5 @@ def _finalize(ops: Ops[V], given: Mapping[str, V]) -> V:
     weights = ops.choose("apply_expert_weights", weights, ops.ones_like(weights))
     routes = ops.mul(routes, ops.per_route(weights))
     if index is not None:
-        routes = ops.keep_mapped(routes, index, rows)
+        routes = ops.keep_mapped(routes, index, is_row)
     return ops.sum_routes(routes)

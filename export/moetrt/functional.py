@@ -94,8 +94,8 @@ def _inputs(moe_output: Any, shared_gate: torch.Tensor | None) -> dict[str, torc
     routed = moe_output.routed
     if not is_unfinalized(routed):
         raise InputTypeError(
-            f"moe_output.routed was a {type(routed).__name__}; an object with the fields gemm2_permuted, "
-            "expert_weights and expanded_idx_to_permuted_idx (tensors) is taken: call the MoE layer with do_finalize=False"
+            f"moe_output.routed was a {type(routed).__name__}; an object with the tensors gemm2_permuted, "
+            "expert_weights and expanded_idx_to_permuted_idx is taken: call the MoE layer with do_finalize=False"
         )
     return {
         "gemm2_permuted": routed.gemm2_permuted,

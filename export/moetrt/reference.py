@@ -88,14 +88,17 @@ class _TorchOps:
     def rows_in_order(self, rows: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         return rows.reshape(*expert_weights.shape, rows.shape[1])
 
-    def rows_by_map(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def is_row(self, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return (index >= 0) & (index < rows.shape[0])
+
+    def rows_by_map(self, rows: torch.Tensor, index: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
         if rows.shape[0] == 0:
             return rows.new_zeros(*index.shape, rows.shape[1])
-        return rows[torch.where(self._is_row(index, rows), index, 0).long()]
+        return rows[torch.where(is_row, index, 0).long()]
 
-    def keep_mapped(self, routes: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def keep_mapped(self, routes: torch.Tensor, index: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
         filler = torch.where(index == -1, 0.0, float("nan")).to(routes.dtype)
-        return torch.where(self._is_row(index, rows).unsqueeze(-1), routes, filler.unsqueeze(-1))
+        return torch.where(is_row.unsqueeze(-1), routes, filler.unsqueeze(-1))
 
     def first_columns(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return x[..., : like.shape[-1]]
@@ -111,7 +114,3 @@ class _TorchOps:
 
     def shaped_like(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return x.reshape(like.shape)
-
-    @staticmethod
-    def _is_row(index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return (index >= 0) & (index < rows.shape[0])

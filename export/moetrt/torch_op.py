@@ -1,7 +1,8 @@
 """The operators as torch.library ops, made from the table.
 
-``torch.ops.moetrt.moe_finalize_add_rms_norm`` and ``torch.ops.moetrt.moe_finalize_add`` exist so that torch.export keeps
-a tail as one node. Their implementation is the reference, on every device; they are for inference and carry no gradient.
+``torch.ops.moetrt.moe_finalize_add_rms_norm`` and ``torch.ops.moetrt.moe_finalize_add`` exist so that torch.export
+keeps a tail as one node. Their implementation is the reference, on every device; they are for inference and carry no
+gradient.
 """
 
 from collections.abc import Callable
