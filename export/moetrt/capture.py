@@ -1,0 +1,305 @@
+"""A PyTorch module becomes an ONNX file: torch.onnx does the translation, and what it leaves untidy is put right here."""
+
+import os
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from moetrt.errors import InputError, MoetrtError
+from moetrt.files import output_directory
+from moetrt.huggingface import deferred_finalize
+from moetrt.onnx_files import save_model
+from moetrt.onnx_op import attach_functions, operator_of, translation_table
+from moetrt.quiet import quiet
+from moetrt.source import CausalLM, FlatModule, Source, check_dynamic, first_sentence
+
+MODEL_FILE = "model.onnx"
+"""The file's name in the folder; its weights lie beside it in ``model.onnx.data``."""
+
+TAILS_EXPECTED = "moetrt.tails_expected"
+"""Metadata of the ONNX model: how many tails the source said there are."""
+
+DEFAULT_OPSET = 22
+OPSETS = range(18, 26)
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What `export` wrote.
+
+    Attributes:
+        model_path: the ONNX file.
+        data_path: the weights' file beside it; None where every tensor was small.
+        opset: version of the standard ONNX operators in the file.
+        tails_expected: how many tails the source said there are; None where it does not say.
+        operators: how many of moetrt's operator nodes the graph has.
+        nodes: how many nodes the graph has.
+    """
+
+    model_path: Path
+    data_path: Path | None
+    opset: int
+    tails_expected: int | None
+    operators: int
+    nodes: int
+
+
+def export(
+    source: Source,
+    directory: str | os.PathLike[str],
+    *,
+    opset: int = DEFAULT_OPSET,
+    dynamic: bool | Mapping[str, Mapping[int, str]] = True,
+    experts: str = "gathered",
+    progress: Callable[[str], None] | None = None,
+) -> ExportResult:
+    """Writes ``directory/model.onnx`` and, for the weights, ``directory/model.onnx.data``.
+
+    Files of an earlier export are replaced when the new ones are whole; until then, and when anything fails, the folder
+    is as it was.
+
+    Args:
+        source: the model; `moetrt.source.load_source` and `moetrt.source.as_source` make one.
+        directory: the folder; made where it does not exist.
+        opset, dynamic, experts, progress: as of `capture`.
+
+    Raises:
+        InputError: the folder cannot be written, an argument is not taken, or torch could not export the module: one
+            line with the cause, from which the original is chained.
+    """
+    folder = Path(directory)
+    with _folder(folder):
+        model = capture(source, opset=opset, dynamic=dynamic, experts=experts, progress=progress)
+        if progress:
+            progress("writing weights")
+        path = folder / MODEL_FILE
+        save_model(model, path)
+        data: Path | None = folder / f"{MODEL_FILE}.data"
+        if not _has_external_data(model):
+            # One that lies there belonged to the file that was just replaced.
+            (folder / f"{MODEL_FILE}.data").unlink(missing_ok=True)
+            data = None
+    return ExportResult(
+        model_path=path,
+        data_path=data,
+        opset=opset,
+        tails_expected=source.tails_expected,
+        operators=sum(operator_of(node) is not None for node in model.graph),
+        nodes=len(model.graph),
+    )
+
+
+def capture(
+    source: Source,
+    *,
+    opset: int = DEFAULT_OPSET,
+    dynamic: bool | Mapping[str, Mapping[int, str]] = True,
+    experts: str = "gathered",
+    progress: Callable[[str], None] | None = None,
+) -> ir.Model:
+    """Translates a module to an ONNX model in memory.
+
+    The module is in inference mode meanwhile, and its Transformers models defer their finalize; both are restored, also
+    when the export raises.
+
+    Args:
+        source: the model.
+        opset: version of the standard ONNX operators; above 22, torch writes attention and rotary embedding in operators
+            that TensorRT does not take for every model.
+        dynamic: True: the source's own dynamic dimensions; False: none; or symbols by input and dimension,
+            ``{"input_ids": {0: "batch", 1: "seq"}}``.
+        experts: the form of the expert GEMMs in Transformers models, see `moetrt.huggingface.EXPERTS_FORMS`.
+        progress: called with a few words at each step.
+
+    Returns:
+        The model. Operator nodes are named after the module that they come from and have their model-local functions;
+        ``metadata_props`` hold the number of tails that the source expects.
+
+    Raises:
+        InputError: as of `export`.
+    """
+    if opset not in OPSETS:
+        raise InputError(f"the opset was {opset}; {OPSETS.start} to {OPSETS.stop - 1} are taken")
+    chosen = source.dynamic_shapes if dynamic is True else dynamic or {}
+    check_dynamic(chosen, source.example_inputs)
+    _check_sizes(source, chosen)
+    if progress:
+        progress(f"tracing {source.description}")
+    try:
+        with quiet(), deferred_finalize(source.module, experts), _inference(source.module):
+            model = _translate(source, chosen, opset)
+    except MoetrtError:
+        raise
+    except Exception as error:
+        raise InputError(f"{source.description} was not exported to ONNX: {_cause(error)}") from error
+    if progress:
+        progress("tidying the graph")
+    _strip(model, _depth(source.module))
+    _name_operators(model)
+    _sort_top_k(model)
+    attach_functions(model)
+    if source.tails_expected is not None:
+        model.metadata_props[TAILS_EXPECTED] = str(source.tails_expected)
+    return model
+
+
+def parse_dynamic(words: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Reads dynamic dimensions as the command line has them: ``NAME:0=batch,1=seq``.
+
+    Raises:
+        InputError: a word is not of that form.
+    """
+    dynamic: dict[str, dict[int, str]] = {}
+    for word in words:
+        name, colon, dims = word.rpartition(":")
+        pairs = [part.partition("=") for part in dims.split(",")]
+        if not colon or not name or not all(dim.isdecimal() and symbol.isidentifier() for dim, _, symbol in pairs):
+            raise InputError(f"--dynamic was '{word}'; NAME:DIM=SYMBOL,... is taken, such as input_ids:0=batch,1=seq")
+        dynamic.setdefault(name, {}).update((int(dim), symbol) for dim, _, symbol in pairs)
+    return dynamic
+
+
+class _Entry(torch.nn.Module):
+    """Gives any module one signature, so that dynamic dimensions are told to torch in one way."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *tensors: torch.Tensor) -> object:
+        return self.module(*tensors)
+
+
+def _translate(source: Source, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> ir.Model:
+    shapes = tuple(dict(dynamic.get(name, {})) for name in source.input_names)
+    entry = _Entry(source.module)
+    entry.training = False
+    with torch.no_grad():
+        program = torch.onnx.export(
+            entry,
+            tuple(source.example_inputs.values()),
+            input_names=list(source.input_names),
+            output_names=list(source.output_names),
+            opset_version=opset,
+            dynamic_shapes=(shapes,),
+            custom_translation_table=translation_table(),
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    model: ir.Model = program.model
+    if len(model.graph.outputs) != len(source.output_names):
+        raise InputError(
+            f"{source.description} gave {len(model.graph.outputs)} outputs; "
+            f"its source names {len(source.output_names)}: {', '.join(source.output_names)}"
+        )
+    return model
+
+
+def _check_sizes(source: Source, dynamic: Mapping[str, Mapping[int, str]]) -> None:
+    for name, dims in dynamic.items():
+        for dim, symbol in dims.items():
+            size = source.example_inputs[name].shape[dim]
+            if size < 2:
+                # torch.export takes 0 and 1 for constants.
+                raise InputError(
+                    f"dimension {dim} of input '{name}' ('{symbol}') is to be dynamic, but is {size} in the example "
+                    "inputs; at least 2 is taken"
+                )
+
+
+@contextmanager
+def _inference(module: torch.nn.Module) -> Iterator[None]:
+    modes = [(child, child.training) for child in module.modules()]
+    try:
+        module.eval()
+        yield
+    finally:
+        for child, training in modes:
+            child.training = training
+
+
+@contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """The folder is known to be writable before the long work starts, and is not left behind empty."""
+    made = not folder.exists()
+    output_directory(folder)
+    try:
+        yield
+    except BaseException:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _cause(error: BaseException) -> str:
+    """What torch's exporter wrapped: the innermost cause says most, and torch's own text is long."""
+    seen = error
+    while seen.__cause__ is not None:
+        seen = seen.__cause__
+    return first_sentence(seen) if isinstance(seen, MoetrtError) else f"{type(seen).__name__}: {first_sentence(seen)}"
+
+
+def _depth(module: torch.nn.Module) -> int:
+    """How many of our own wrappers lie around the user's module, each of which prefixes every name."""
+    return 2 if isinstance(module, CausalLM | FlatModule) else 1
+
+
+def _strip(model: ir.Model, depth: int) -> None:
+    """Gives weights and nodes the names of the user's module, and drops notes that hold paths of this machine."""
+    prefix = "module." * depth
+    for value in list(model.graph.initializers.values()):
+        name = value.name or ""
+        if name.startswith(prefix) and name.removeprefix(prefix) not in model.graph.initializers:
+            value.name = name.removeprefix(prefix)
+    for key in [key for key in model.graph.metadata_props if key.startswith("pkg.torch.")]:
+        del model.graph.metadata_props[key]
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        scope = _scope(node, prefix)
+        node.metadata_props.clear()
+        if scope:
+            node.metadata_props["module"] = scope
+        for output in node.outputs:
+            output.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+def _scope(node: ir.Node, prefix: str) -> str:
+    """The module that a node comes from, such as ``model.layers.1.mlp.experts``; empty for the outermost."""
+    noted = node.metadata_props.get(_SCOPES)
+    if noted is None:
+        return ""
+    scopes = literal_eval(noted)  # a list of names from the outermost module to the operation itself
+    return f"{scopes[-2]}".removeprefix(prefix) if len(scopes) > 1 and scopes[-2].startswith(prefix) else ""
+
+
+def _name_operators(model: ir.Model) -> None:
+    """Names each operator node after its module: the name is the layer's name in TensorRT and in reports."""
+    used: dict[str, int] = {}
+    for node in model.graph:
+        if operator_of(node) is None:
+            continue
+        stem = node.metadata_props.get("module") or node.op_type
+        count = used[stem] = used.get(stem, 0) + 1
+        node.name = stem if count == 1 else f"{stem}_{count}"
+
+
+def _sort_top_k(model: ir.Model) -> None:
+    """Sets ``sorted`` on every TopK: TensorRT takes no other, and a sorted result is an unsorted one too."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_type == "TopK" and node.domain in ("", "ai.onnx"):
+            node.attributes["sorted"] = ir.AttrInt64("sorted", 1)
+
+
+def _has_external_data(model: ir.Model) -> bool:
+    return any(isinstance(value.const_value, ir.ExternalTensor) for value in model.graph.initializers.values())

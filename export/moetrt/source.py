@@ -1,0 +1,515 @@
+"""What a user names as a model, a folder or a factory, becomes a module with named tensors going in and out."""
+
+import dataclasses
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetrt.errors import InputError, InputTypeError, MoetrtError
+from moetrt.quiet import quiet
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+_TAKEN = "a Hugging Face folder or 'package.module:factory' is taken"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as the exporter and the parity check see it.
+
+    Attributes:
+        module: takes the tensors of ``example_inputs`` in their order, by position; returns a tensor or a tuple of
+            tensors, in the order of ``output_names``.
+        example_inputs: tensors by name: what the graph is traced with, and whose dtypes and ranks it keeps. A dimension
+            that is to be dynamic must be at least 2 here.
+        dynamic_shapes: for an input, its dynamic dimensions and their symbols: ``{"input_ids": {0: "batch", 1: "seq"}}``.
+            Equal symbols are equal sizes.
+        output_names: one for each output.
+        tails_expected: how many MoE layers end in a tail, as far as the model itself says; None where it does not.
+        description: the model in a few words, for messages.
+        random_inputs: makes inputs for a seed and sizes by symbol; None draws them like the examples.
+    """
+
+    module: torch.nn.Module
+    example_inputs: Mapping[str, torch.Tensor]
+    dynamic_shapes: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    output_names: Sequence[str] = ("output",)
+    tails_expected: int | None = None
+    description: str = "the module"
+    random_inputs: Callable[[int, Mapping[str, int]], Mapping[str, torch.Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        check_dynamic(self.dynamic_shapes, self.example_inputs)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return tuple(self.example_inputs)
+
+    @property
+    def example_sizes(self) -> dict[str, int]:
+        """The size of each symbol in the example inputs."""
+        return {
+            symbol: self.example_inputs[name].shape[dim]
+            for name, dims in self.dynamic_shapes.items()
+            for dim, symbol in dims.items()
+        }
+
+    def make_inputs(self, seed: int = 0, **sizes: int) -> dict[str, torch.Tensor]:
+        """Draws inputs in range: the same seed and sizes give the same tensors.
+
+        Args:
+            seed: of the generator.
+            sizes: by symbol of ``dynamic_shapes``; the example's where left out.
+
+        Returns:
+            Tensors by name, in order. Without a ``random_inputs`` of its own, integers lie between the smallest and the
+            largest of the example, and floating-point values have its mean and deviation.
+
+        Raises:
+            InputError: an unknown symbol, or a size below 1.
+        """
+        complete = self.example_sizes
+        for symbol, size in sizes.items():
+            if symbol not in complete:
+                known = ", ".join(complete) or "none: every dimension is fixed"
+                raise InputError(f"'{symbol}' is not a dynamic size of {self.description}; there are {known}")
+            if size < 1:
+                raise InputError(f"the size '{symbol}' was {size}; at least 1 is taken")
+            complete[symbol] = size
+        if self.random_inputs is not None:
+            return dict(self.random_inputs(seed, complete))
+        generator = torch.Generator().manual_seed(seed)
+        drawn = {}
+        for name, example in self.example_inputs.items():
+            dims = self.dynamic_shapes.get(name, {})
+            shape = [complete[dims[dim]] if dim in dims else size for dim, size in enumerate(example.shape)]
+            drawn[name] = _draw(example, shape, generator)
+        return drawn
+
+    def sizes_of(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """The sizes by symbol that give the inputs these shapes; inputs that are not named keep what follows from them.
+
+        Raises:
+            InputError: an unknown input, another rank, another size in a fixed dimension, or two sizes for one symbol.
+        """
+        sizes: dict[str, int] = {}
+        for name, shape in shapes.items():
+            if name not in self.example_inputs:
+                raise InputError(f"there is no input '{name}'; there are {', '.join(self.example_inputs)}")
+            example = tuple(self.example_inputs[name].shape)
+            if len(shape) != len(example):
+                raise InputError(f"input '{name}' was given {len(shape)} dimensions; {len(example)} are taken")
+            for dim, size in enumerate(shape):
+                symbol = self.dynamic_shapes.get(name, {}).get(dim)
+                if symbol is None and size != example[dim]:
+                    raise InputError(f"dimension {dim} of input '{name}' was {size}; it is fixed at {example[dim]}")
+                if symbol is not None and sizes.setdefault(symbol, size) != size:
+                    raise InputError(
+                        f"dimension {dim} of input '{name}' was {size}, but '{symbol}' is {sizes[symbol]} already"
+                    )
+        return sizes
+
+
+def check_dynamic(dynamic: Mapping[str, Mapping[int, str]], inputs: Mapping[str, torch.Tensor]) -> None:
+    """Checks dynamic dimensions against the inputs they are of.
+
+    Raises:
+        InputError: an unknown input, a dimension it does not have, or a symbol that is not an identifier.
+    """
+    for name, dims in dynamic.items():
+        if name not in inputs:
+            raise InputError(f"dynamic dimensions name the input '{name}'; there are {', '.join(inputs)}")
+        rank = inputs[name].dim()
+        for dim, symbol in dims.items():
+            if not 0 <= dim < rank:
+                raise InputError(f"dynamic dimension {dim} of input '{name}'; it has {rank}, counted from 0")
+            if not symbol.isidentifier():
+                raise InputError(f"dynamic dimension {dim} of input '{name}' was called '{symbol}'; a name is taken")
+
+
+def _draw(example: torch.Tensor, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    if example.dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    if example.is_floating_point():
+        # A dtype of 16 bits is drawn in float32 and rounded, so that every dtype sees the same numbers.
+        values = torch.randn(shape, generator=generator)
+        if example.numel() > 1:
+            values = values * example.float().std() + example.float().mean()
+        return values.to(example.dtype)
+    low, high = (int(example.min()), int(example.max())) if example.numel() else (0, 0)
+    return torch.randint(low, high + 1, shape, generator=generator).to(example.dtype)
+
+
+def load_source(text: str, *, dtype: str | torch.dtype | None = None) -> Source:
+    """Loads the model that ``text`` names; nothing is fetched from a network.
+
+    Args:
+        text: a Hugging Face folder (``config.json`` and ``*.safetensors`` of a causal language model), or
+            ``package.module:factory``: a function without arguments, importable from the current folder or the
+            installation, that returns what `as_source` takes.
+        dtype: what the weights become, such as ``"bf16"``; as they are where None. Parts that a Transformers model keeps
+            in float32 stay so. With a module, its floating-point example inputs follow.
+
+    Raises:
+        InputError, InputTypeError: one line that says what was wrong with the folder or the factory.
+    """
+    chosen = _dtype(dtype)
+    path = Path(text)
+    if path.is_dir():
+        return _from_folder(path, chosen)
+    if path.exists():
+        raise InputError(f"source '{text}' is a file; {_TAKEN}")
+    module_name, colon, attribute = text.partition(":")
+    parts = [*module_name.split("."), *attribute.split(".")]
+    if colon and all(part.isidentifier() for part in parts):
+        return as_source(_cast(_from_factory(module_name, attribute), chosen), f"'{text}'")
+    if colon and "/" not in text:
+        raise InputError(f"source was '{text}'; {_TAKEN}")
+    raise InputError(f"source folder '{text}' does not exist; {_TAKEN}")
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype in DTYPES.values():
+        return dtype  # type: ignore[return-value]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InputError(f"the dtype was {str(dtype)!r}; one of {', '.join(DTYPES)} is taken")
+    return DTYPES[dtype]
+
+
+def as_source(value: Any, where: str = "the model") -> Source:
+    """Makes a `Source` of a model in memory.
+
+    Args:
+        value: a Transformers causal language model (``input_ids`` go in, ``logits`` come out, batch and sequence are
+            dynamic); a `Source`, which is returned as it is; or ``(module, example_inputs)``: a tensor, a tuple for
+            positional or a dict for keyword arguments, in which dataclasses, tuples, lists and dicts of tensors may lie
+            (every dimension is then fixed until dynamic ones are named).
+        where: what to call it in messages.
+
+    Raises:
+        InputTypeError: another type.
+        InputError: a model without MoE, or no tensor among the example inputs.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(value, Source):
+        return value
+    if isinstance(value, PreTrainedModel):
+        return _causal_lm(value)
+    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], torch.nn.Module):
+        return _module_source(value[0], value[1], where)
+    if isinstance(value, torch.nn.Module):
+        raise InputTypeError(
+            f"{where} gave a {type(value).__name__} without inputs; (module, example_inputs) is taken for a module"
+        )
+    raise InputTypeError(
+        f"{where} gave a {type(value).__name__}; a Transformers model, a moetrt.Source or (module, example_inputs) is taken"
+    )
+
+
+# ----------------------------------------------------------------------------------------------- Hugging Face models
+
+
+class CausalLM(torch.nn.Module):
+    """A Transformers model from token ids ``[batch, seq]`` to logits ``[batch, seq, vocabulary]``, without a cache."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.module(input_ids=input_ids, use_cache=False, return_dict=True).logits
+        return logits
+
+
+def _causal_lm(model: Any) -> Source:
+    tails = len(_check_moe(model))
+    vocabulary = model.config.get_text_config().vocab_size
+
+    def draw(seed: int, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (sizes["batch"], sizes["seq"])
+        return {"input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
+
+    return Source(
+        module=CausalLM(model),
+        example_inputs=draw(0, {"batch": 2, "seq": 8}),
+        dynamic_shapes={"input_ids": {0: "batch", 1: "seq"}},
+        output_names=("logits",),
+        tails_expected=tails,
+        description=type(model).__name__,
+        random_inputs=draw,
+    )
+
+
+def _check_moe(model: Any) -> dict[str, torch.nn.Module]:
+    from moetrt.huggingface import experts_modules
+
+    found = experts_modules(model)
+    if not found:
+        name = type(model).__name__
+        config = model.config.get_text_config()
+        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        if any(getattr(config, count, None) for count in counts):
+            raise InputError(f"the experts of {name} take no experts implementation, so its tails cannot be captured")
+        raise InputError(f"{name} is a model without MoE; a model with experts is taken")
+    return found
+
+
+def _from_folder(folder: Path, dtype: torch.dtype | None) -> Source:
+    import safetensors
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise InputError(f"source folder '{folder}' has no config.json; a Hugging Face model folder is taken")
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            with torch.device("meta"):
+                # Whether there is a MoE is known before gigabytes are read.
+                skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            _check_moe(skeleton)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype or "auto",
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except MoetrtError:
+        raise
+    except KeyError as error:
+        raise InputError(f"source folder '{folder}': its config.json lacks {error}") from error
+    except (OSError, ValueError, RuntimeError, ImportError, safetensors.SafetensorError) as error:
+        raise InputError(f"source folder '{folder}' was not loaded: {first_sentence(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InputError(
+            f"source folder '{folder}': its weights lack {len(missing)} tensors of {type(model).__name__}, "
+            f"such as {missing[0]}"
+        )
+    return _causal_lm(model.eval())
+
+
+# -------------------------------------------------------------------------------------------------------- factories
+
+
+@contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+def _from_factory(module_name: str, attribute: str) -> Any:
+    text = f"{module_name}:{attribute}"
+    with _current_folder_importable():
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+                raise InputError(
+                    f"source '{text}': there is no module '{error.name}' in the current folder or the installation"
+                ) from error
+            raise InputError(f"source '{text}': importing '{module_name}' raised {_said(error)}") from error
+        except Exception as error:
+            raise InputError(f"source '{text}': importing '{module_name}' raised {_said(error)}") from error
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                raise InputError(f"source '{text}': '{getattr(found, '__name__', found)}' has no '{part}'")
+            found = getattr(found, part)
+        if isinstance(found, Source):
+            return found
+        if not callable(found) or isinstance(found, torch.nn.Module):
+            raise InputTypeError(f"source '{text}' is a {type(found).__name__}; a function without arguments is taken")
+        try:
+            return found()
+        except MoetrtError:
+            raise
+        except Exception as error:
+            raise InputError(f"source '{text}' raised {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_sentence(error)}"
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first paragraph of what an exception says, on one line, at most 300 characters."""
+    paragraph = str(error).strip().split("\n\n")[0]
+    line = " ".join(paragraph.split()) or type(error).__name__
+    return line if len(line) <= 300 else f"{line[:297]}..."
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """What a factory returned, in ``dtype``."""
+    if dtype is None:
+        return value
+    if isinstance(value, Source):
+        inputs = {name: _cast_tensor(tensor, dtype) for name, tensor in value.example_inputs.items()}
+        draw = value.random_inputs
+
+        def cast_draw(seed: int, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+            assert draw is not None
+            return {name: _cast_tensor(tensor, dtype) for name, tensor in draw(seed, sizes).items()}
+
+        return dataclasses.replace(
+            value,
+            module=_cast_module(value.module, dtype),
+            example_inputs=inputs,
+            random_inputs=None if draw is None else cast_draw,
+        )
+    if isinstance(value, torch.nn.Module):
+        return _cast_module(value, dtype)
+    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], torch.nn.Module):
+        leaves, rebuild = _flatten(value[1])
+        return _cast_module(value[0], dtype), rebuild([_cast_tensor(tensor, dtype) for _, tensor in leaves])
+    return value
+
+
+def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _cast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Casts parameters and stored buffers; what is computed when a module is made, such as RoPE frequencies, stays."""
+    patterns = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        patterns |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    kept = re.compile("|".join(rf"(^|\.){re.escape(pattern)}($|\.)" for pattern in sorted(patterns)) or "$^")
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if kept.search(name) else dtype)
+    return module
+
+
+# --------------------------------------------------------------------------------------- modules with nested arguments
+
+
+class FlatModule(torch.nn.Module):
+    """A module whose nested arguments and results are passed as plain tensors, in order."""
+
+    def __init__(self, module: torch.nn.Module, rebuild: Callable[[Sequence[torch.Tensor]], Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.rebuild = rebuild
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves, _ = _flatten(self.call(*tensors))
+        return tuple(tensor for _, tensor in leaves)
+
+    def call(self, *tensors: torch.Tensor) -> Any:
+        """The module's own result."""
+        arguments = self.rebuild(tensors)
+        return self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)
+
+
+def _module_source(module: torch.nn.Module, inputs: Any, where: str) -> Source:
+    if isinstance(inputs, torch.Tensor) or dataclasses.is_dataclass(inputs):
+        inputs = (inputs,)
+    if isinstance(inputs, list):
+        inputs = tuple(inputs)
+    if not isinstance(inputs, tuple | dict):
+        raise InputTypeError(f"{where} gave example inputs of type {type(inputs).__name__}; a tuple or a dict is taken")
+    if isinstance(inputs, tuple):
+        inputs = _by_parameter(module, inputs)
+    leaves, rebuild = _flatten(inputs)
+    if not leaves:
+        raise InputError(f"{where} gave example inputs without a tensor")
+    flat = FlatModule(module, rebuild)
+    tensors = [tensor for _, tensor in leaves]
+    training = module.training
+    try:
+        with torch.no_grad():
+            module.eval()
+            results, _ = _flatten(flat.call(*tensors))
+    except MoetrtError:
+        raise
+    except Exception as error:
+        raise InputError(f"{where}: the module called with its example inputs raised {_said(error)}") from error
+    finally:
+        module.train(training)
+    return Source(
+        module=flat,
+        example_inputs=dict(zip(_names([path for path, _ in leaves]), tensors, strict=True)),
+        output_names=_names([path for path, _ in results], single="output"),
+        description=type(module).__name__,
+    )
+
+
+def _by_parameter(module: torch.nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any] | tuple[Any, ...]:
+    """Positional arguments by the names of forward's parameters, which then name the graph's inputs."""
+    import inspect
+
+    try:
+        bound = inspect.signature(module.forward).bind(*inputs)
+    except (TypeError, ValueError):
+        return inputs
+    named = all(
+        inspect.signature(module.forward).parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        for name in bound.arguments
+    )
+    return dict(bound.arguments) if named else inputs
+
+
+_Leaves = list[tuple[tuple[str, ...], torch.Tensor]]
+
+
+def _flatten(value: Any) -> tuple[_Leaves, Callable[[Sequence[torch.Tensor]], Any]]:
+    """The tensors in nested containers with their paths, and what puts others in their places.
+
+    Dataclasses count as containers whether torch knows them or not: another library's MoE output is one of them.
+    """
+    leaves: _Leaves = []
+
+    def walk(part: Any, path: tuple[str, ...]) -> Callable[[Iterator[torch.Tensor]], Any]:
+        if isinstance(part, torch.Tensor):
+            leaves.append((path, part))
+            return next
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            fields = [entry.name for entry in dataclasses.fields(part) if entry.init]
+            builders = {name: walk(getattr(part, name), (*path, name)) for name in fields}
+            return lambda tensors: type(part)(**{name: build(tensors) for name, build in builders.items()})
+        if isinstance(part, Mapping):
+            by_key = {key: walk(entry, (*path, str(key))) for key, entry in part.items()}
+            return lambda tensors: {key: build(tensors) for key, build in by_key.items()}
+        if isinstance(part, tuple | list):
+            in_order = [walk(entry, (*path, str(place))) for place, entry in enumerate(part)]
+            made = type(part)._make if hasattr(part, "_make") else type(part)
+            return lambda tensors: made([build(tensors) for build in in_order])
+        return lambda tensors: part
+
+    build = walk(value, ())
+    return leaves, lambda tensors: build(iter(tensors))
+
+
+def _names(paths: Sequence[tuple[str, ...]], single: str = "input") -> tuple[str, ...]:
+    """A name for each path: its last word where no other ends in it, else all its words."""
+    if len(paths) == 1 and not any(part.isidentifier() for part in paths[0]):
+        return (single,)
+    last = [path[-1] for path in paths]
+    names = [
+        path[-1] if last.count(path[-1]) == 1 and path[-1].isidentifier() else "_".join(path) for path in paths
+    ]
+    return tuple(name if name.isidentifier() else f"{single}_{name}" for name in names)
