@@ -11,13 +11,14 @@ bool isAccessAligned(const void* data) {
     return reinterpret_cast<uintptr_t>(data) % kAccessBytes == 0;  // null too: never read
 }
 
+/// Whether every access that the kernel makes along the hidden dimension can be one of 16 bytes.
 bool takesWideAccess(const moetrt_moe_finalize_params& p, int elementsPerAccess) {
     return p.hidden_size % elementsPerAccess == 0 && p.row_stride % elementsPerAccess == 0 &&
            isAccessAligned(p.gemm2_permuted) && isAccessAligned(p.shared_output) && isAccessAligned(p.residual) &&
            isAccessAligned(p.gamma) && isAccessAligned(p.norm_out) && isAccessAligned(p.residual_out);
 }
 
-template <typename A, int N>
+template <typename A>
 cudaError_t launch(const moetrt_moe_finalize_params& params, cudaStream_t stream) {
     constexpr int64_t kElementsPerWarp = kWarpSize * kElementsPerThread;
     const int64_t warps = (params.hidden_size - 1) / kElementsPerWarp + 1;
@@ -26,13 +27,8 @@ cudaError_t launch(const moetrt_moe_finalize_params& params, cudaStream_t stream
     config.gridDim = dim3(static_cast<unsigned>(params.num_tokens));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.stream = stream;
-    return cudaLaunchKernelEx(&config, moeFinalizeKernel<A, N>, params);
-}
-
-template <typename A>
-cudaError_t launchWidest(const moetrt_moe_finalize_params& params, cudaStream_t stream) {
-    constexpr int kWide = kAccessBytes / static_cast<int>(sizeof(A));
-    return takesWideAccess(params, kWide) ? launch<A, kWide>(params, stream) : launch<A, 1>(params, stream);
+    const bool wide = takesWideAccess(params, kAccessBytes / static_cast<int>(sizeof(A)));
+    return cudaLaunchKernelEx(&config, wide ? moeFinalizeKernel<A, true> : moeFinalizeKernel<A, false>, params);
 }
 
 }  // namespace
@@ -42,9 +38,9 @@ cudaError_t launchMoEFinalize(const moetrt_moe_finalize_params& params, cudaStre
         return cudaSuccess;
     }
     switch (params.dtype) {
-        case MOETRT_FLOAT: return launchWidest<float>(params, stream);
-        case MOETRT_HALF: return launchWidest<__half>(params, stream);
-        case MOETRT_BFLOAT16: return launchWidest<__nv_bfloat16>(params, stream);
+        case MOETRT_FLOAT: return launch<float>(params, stream);
+        case MOETRT_HALF: return launch<__half>(params, stream);
+        case MOETRT_BFLOAT16: return launch<__nv_bfloat16>(params, stream);
         default: return cudaErrorInvalidValue;
     }
 }

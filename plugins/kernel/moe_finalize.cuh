@@ -32,25 +32,57 @@ constexpr int kMaxThreads = 512;
 constexpr int kElementsPerThread = 32;
 constexpr int kAccessBytes = 16;
 constexpr int kRouteChunk = 64;
-constexpr int kRowsInFlight = 8;  // rows a thread loads before it adds the first: 8 would not fit beside 1024 threads
 
-static_assert(kRouteChunk % kRowsInFlight == 0, "a chunk of routes is read in whole groups");
+/// How many rows a thread loads before it adds the first.
+template <bool kWide>
+constexpr int kRowsInFlight = kWide ? 8 : 2;
+
+static_assert(kRouteChunk % kRowsInFlight<true> == 0, "a chunk of routes is read in whole groups");
 static_assert(kMaxThreads <= kWarpSize * kWarpSize, "one warp's lanes hold the sums of all warps");
 
-/// N elements that are loaded and stored as one access of up to 16 bytes (two where they are 32).
+/// N neighbours in a row. A wide access moves them at once, or 16 bytes at a time where they are more.
 template <typename T, int N>
-struct alignas(N * sizeof(T) < kAccessBytes ? N * sizeof(T) : kAccessBytes) Pack {
+struct alignas(kAccessBytes) Pack {
     T values[N];
 };
 
-template <int N, typename T>
-__device__ __forceinline__ Pack<T, N> loadPack(const void* data, int64_t index) {
-    return *reinterpret_cast<const Pack<T, N>*>(static_cast<const T*>(data) + index);
+/// data[index ... index + N), of which the first `count` exist; the others are zero and not read. With kWide either all
+/// N exist or none, and the address is a multiple of 16 bytes.
+template <bool kWide, int N, typename T>
+__device__ __forceinline__ Pack<T, N> loadPack(const void* data, int64_t index, int count) {
+    const T* elements = static_cast<const T*>(data);
+    Pack<T, N> pack = {};
+    if constexpr (kWide) {
+        if (count > 0) {
+            pack = *reinterpret_cast<const Pack<T, N>*>(elements + index);
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            if (n < count) {
+                pack.values[n] = elements[index + n];
+            }
+        }
+    }
+    return pack;
 }
 
-template <int N, typename T>
-__device__ __forceinline__ void storePack(void* data, int64_t index, const Pack<T, N>& pack) {
-    *reinterpret_cast<Pack<T, N>*>(static_cast<T*>(data) + index) = pack;
+/// The counterpart of loadPack: writes the first `count` elements.
+template <bool kWide, int N, typename T>
+__device__ __forceinline__ void storePack(void* data, int64_t index, int count, const Pack<T, N>& pack) {
+    T* elements = static_cast<T*>(data);
+    if constexpr (kWide) {
+        if (count > 0) {
+            *reinterpret_cast<Pack<T, N>*>(elements + index) = pack;
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            if (n < count) {
+                elements[index + n] = pack.values[n];
+            }
+        }
+    }
 }
 
 __device__ __forceinline__ float toFloat(float value) {
@@ -79,19 +111,21 @@ __device__ __forceinline__ __nv_bfloat16 roundTo<__nv_bfloat16>(float value) {
     return __float2bfloat16_rn(value);
 }
 
-/// data[index ... index + N) as fp32, where data's dtype is float or A.
-template <typename A, int N>
-__device__ __forceinline__ Pack<float, N> loadAsFloat(const void* data, int32_t dtype, int64_t index) {
-    if (dtype == MOETRT_FLOAT) {
-        return loadPack<N, float>(data, index);
-    }
-    const Pack<A, N> loaded = loadPack<N, A>(data, index);
+template <typename T, int N>
+__device__ __forceinline__ Pack<float, N> toFloats(const Pack<T, N>& pack) {
     Pack<float, N> result;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        result.values[n] = toFloat(loaded.values[n]);
+        result.values[n] = toFloat(pack.values[n]);
     }
     return result;
+}
+
+/// data[index] as fp32, where data's dtype is float or A.
+template <typename A>
+__device__ __forceinline__ float loadScalar(const void* data, int32_t dtype, int64_t index) {
+    return dtype == MOETRT_FLOAT ? static_cast<const float*>(data)[index]
+                                 : toFloat(static_cast<const A*>(data)[index]);
 }
 
 /// What shared_output is multiplied by: sigmoid of the token's gate logit, 1 without a gate.
@@ -100,7 +134,7 @@ __device__ __forceinline__ float sharedScale(const moetrt_moe_finalize_params& p
     if (p.shared_gate == nullptr) {
         return 1.0F;
     }
-    const float logit = loadAsFloat<A, 1>(p.shared_gate, p.gate_dtype, token).values[0];
+    const float logit = loadScalar<A>(p.shared_gate, p.gate_dtype, token);
     return 1.0F / (1.0F + expf(-logit));
 }
 
@@ -119,9 +153,8 @@ __device__ __forceinline__ void stageRoutes(const moetrt_moe_finalize_params& p,
                 p.expanded_idx_to_permuted_idx == nullptr ? route : p.expanded_idx_to_permuted_idx[route];
             if (row >= 0 && row < p.num_rows) {
                 offset = row * p.row_stride;
-                weight = p.apply_expert_weights != 0
-                             ? loadAsFloat<A, 1>(p.expert_weights, p.weights_dtype, route).values[0]
-                             : 1.0F;
+                weight =
+                    p.apply_expert_weights != 0 ? loadScalar<A>(p.expert_weights, p.weights_dtype, route) : 1.0F;
             } else if (row != -1) {
                 weight = nanf("");
             }
@@ -151,33 +184,31 @@ __device__ __forceinline__ float sumOverBlock(float value, float* warpSums) {
     return value;
 }
 
-/// A is the dtype of rows and outputs, N the elements of one access: 16 / sizeof(A), or 1 where H, the row stride or a
-/// pointer does not allow 16-byte accesses. gridDim.x is num_tokens, blockDim.x a multiple of kWarpSize.
-template <typename A, int N>
+/// A is the dtype of rows and outputs; kWide: H, the row stride and all pointers allow 16-byte accesses. gridDim.x is
+/// num_tokens, blockDim.x a multiple of kWarpSize.
+template <typename A, bool kWide>
 __global__ void __launch_bounds__(kMaxThreads) moeFinalizeKernel(const moetrt_moe_finalize_params p) {
     MOETRT_SHARED_ARRAY(int64_t, rowOffsets, kRouteChunk);
     MOETRT_SHARED_ARRAY(float, routeWeights, kRouteChunk);
     MOETRT_SHARED_ARRAY(float, warpSums, kWarpSize);
+    constexpr int N = kAccessBytes / static_cast<int>(sizeof(A));
     constexpr int kPacks = kElementsPerThread / N;
+    constexpr int kGroup = kRowsInFlight<kWide>;
 
     const int64_t token = blockIdx.x;
-    const int64_t tokenOffset = token * p.hidden_size;
     const int packStep = static_cast<int>(blockDim.x) * N;
     const int threadColumn = static_cast<int>(threadIdx.x) * N;
     const int tile = packStep * kPacks;
     const int64_t lastTile = (p.hidden_size - 1) / tile * tile;
     const float scaleOfShared = sharedScale<A>(p, token);
 
-    float hidden[kPacks][N];
+    Pack<float, N> hidden[kPacks];
     float squares = 0.0F;
     for (int64_t base = 0; base <= lastTile; base += tile) {
         const int width = static_cast<int>(base < lastTile ? tile : p.hidden_size - base);
 #pragma unroll
         for (int v = 0; v < kPacks; ++v) {
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                hidden[v][n] = 0.0F;
-            }
+            hidden[v] = {};
         }
 
         for (int64_t first = 0; first < p.top_k; first += kRouteChunk) {
@@ -190,22 +221,22 @@ __global__ void __launch_bounds__(kMaxThreads) moeFinalizeKernel(const moetrt_mo
 #pragma unroll
             for (int v = 0; v < kPacks; ++v) {
                 const int column = v * packStep + threadColumn;
-                for (int group = 0; group < routes; group += kRowsInFlight) {
-                    Pack<A, N> rows[kRowsInFlight];
+                for (int group = 0; group < routes; group += kGroup) {
+                    Pack<A, N> rows[kGroup];
 #pragma unroll
-                    for (int r = 0; r < kRowsInFlight; ++r) {
+                    for (int r = 0; r < kGroup; ++r) {
                         const int64_t offset = rowOffsets[group + r];
-                        rows[r] = offset >= 0 && column < width
-                                      ? loadPack<N, A>(p.gemm2_permuted, offset + base + column)
-                                      : Pack<A, N>{};
+                        const int count = offset >= 0 ? width - column : 0;
+                        rows[r] = loadPack<kWide, N, A>(p.gemm2_permuted, offset + base + column, count);
                     }
                     __syncwarp();  // keeps the compiler from moving loads behind the adds of earlier rows
 #pragma unroll
-                    for (int r = 0; r < kRowsInFlight; ++r) {
+                    for (int r = 0; r < kGroup; ++r) {
                         const float weight = routeWeights[group + r];
+                        const Pack<float, N> row = toFloats(rows[r]);
 #pragma unroll
                         for (int n = 0; n < N; ++n) {
-                            hidden[v][n] = fmaf(weight, toFloat(rows[r].values[n]), hidden[v][n]);
+                            hidden[v].values[n] = fmaf(weight, row.values[n], hidden[v].values[n]);
                         }
                     }
                 }
@@ -215,24 +246,28 @@ __global__ void __launch_bounds__(kMaxThreads) moeFinalizeKernel(const moetrt_mo
 #pragma unroll
         for (int v = 0; v < kPacks; ++v) {
             const int column = v * packStep + threadColumn;
-            if (column < width) {
-                const int64_t index = tokenOffset + base + column;
-                const Pack<A, N> shared =
-                    p.shared_output != nullptr ? loadPack<N, A>(p.shared_output, index) : Pack<A, N>{};
-                const Pack<A, N> residual = p.residual != nullptr ? loadPack<N, A>(p.residual, index) : Pack<A, N>{};
-                Pack<A, N> rounded;
+            const int64_t index = token * p.hidden_size + base + column;
+            const int count = width - column;
+            const int sharedCount = p.shared_output != nullptr ? count : 0;
+            const int residualCount = p.residual != nullptr ? count : 0;
+            const Pack<float, N> shared = toFloats(loadPack<kWide, N, A>(p.shared_output, index, sharedCount));
+            const Pack<float, N> residual = toFloats(loadPack<kWide, N, A>(p.residual, index, residualCount));
+            Pack<A, N> rounded;
 #pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    float sum = hidden[v][n] * p.routed_scaling_factor;
-                    sum = fmaf(scaleOfShared, toFloat(shared.values[n]), sum);
-                    sum *= p.combine_scale;
-                    sum = fmaf(p.residual_scale, toFloat(residual.values[n]), sum);
-                    rounded.values[n] = roundTo<A>(sum);
-                    // The norm reads what the next layer will read: the rounded value.
-                    hidden[v][n] = toFloat(rounded.values[n]);
-                    squares = fmaf(hidden[v][n], hidden[v][n], squares);
-                }
-                storePack<N, A>(p.residual_out, index, rounded);
+            for (int n = 0; n < N; ++n) {
+                float sum = hidden[v].values[n] * p.routed_scaling_factor;
+                sum = fmaf(scaleOfShared, shared.values[n], sum);
+                sum *= p.combine_scale;
+                sum = fmaf(p.residual_scale, residual.values[n], sum);
+                rounded.values[n] = roundTo<A>(sum);
+            }
+            storePack<kWide, N, A>(p.residual_out, index, count, rounded);
+            // The norm reads what the next layer will read: the rounded value.
+            hidden[v] = toFloats(rounded);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const float value = n < count ? hidden[v].values[n] : 0.0F;
+                squares = fmaf(value, value, squares);
             }
         }
     }
@@ -247,27 +282,25 @@ __global__ void __launch_bounds__(kMaxThreads) moeFinalizeKernel(const moetrt_mo
 #pragma unroll
         for (int v = 0; v < kPacks; ++v) {
             const int column = v * packStep + threadColumn;
-            if (column < width) {
-                const int64_t index = tokenOffset + base + column;
-                if (base < lastTile) {
-                    const Pack<A, N> written = loadPack<N, A>(p.residual_out, index);
-#pragma unroll
-                    for (int n = 0; n < N; ++n) {
-                        hidden[v][n] = toFloat(written.values[n]);
-                    }
-                }
-                const Pack<float, N> gamma = loadAsFloat<A, N>(p.gamma, p.gamma_dtype, base + column);
-                Pack<A, N> normed;
-#pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    float value = hidden[v][n] * scale;
-                    if (p.weight_before_cast == 0) {
-                        value = toFloat(roundTo<A>(value));
-                    }
-                    normed.values[n] = roundTo<A>(value * (gamma.values[n] + p.weight_bias));
-                }
-                storePack<N, A>(p.norm_out, index, normed);
+            const int64_t index = token * p.hidden_size + base + column;
+            const int count = width - column;
+            if (base < lastTile) {
+                hidden[v] = toFloats(loadPack<kWide, N, A>(p.residual_out, index, count));
             }
+            const Pack<float, N> gamma =
+                p.gamma_dtype == MOETRT_FLOAT
+                    ? loadPack<kWide, N, float>(p.gamma, base + column, count)
+                    : toFloats(loadPack<kWide, N, A>(p.gamma, base + column, count));
+            Pack<A, N> normed;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                float value = hidden[v].values[n] * scale;
+                if (p.weight_before_cast == 0) {
+                    value = toFloat(roundTo<A>(value));
+                }
+                normed.values[n] = roundTo<A>(value * (gamma.values[n] + p.weight_bias));
+            }
+            storePack<kWide, N, A>(p.norm_out, index, count, normed);
         }
     }
 }
