@@ -349,3 +349,41 @@ def _op_schema(spec: OperatorSpec, names: tuple[str, ...]) -> onnx.defs.OpSchema
 
 def _type_variable(name: str, dtype: str) -> str:
     return {"data": "T", "int32": "tensor(int32)"}.get(dtype, f"T_{name}")
+
+
+def make_model(
+    spec: OperatorSpec, operands: Mapping[str, Operand], attributes: Mapping[str, object], *, opset: int = 22
+) -> ir.Model:
+    """Makes a model of one operator node with its function: graph inputs and outputs bear the operator's names.
+
+    Args:
+        spec: the operator.
+        operands: dtype and dimensions of the inputs that are given; None makes a dimension dynamic.
+        attributes: by name; defaults where left out.
+        opset: the version of the standard ops.
+
+    Raises:
+        InputError, InputTypeError: what the operator does not take.
+    """
+    check_operands(spec, operands)
+    inputs = {
+        name: ir.Value(
+            name=name,
+            type=ir.TensorType(ir.DataType[_DTYPE_NAMES[operand.dtype]]),
+            shape=ir.Shape([f"{name}_{axis}" if dim is None else dim for axis, dim in enumerate(operand.shape)]),
+        )
+        for name, operand in operands.items()
+    }
+    node = make_node(spec, inputs, attributes, name=spec.name)
+    for output, name in zip(node.outputs, spec.outputs, strict=True):
+        output.name = name
+    graph = ir.Graph(
+        [inputs[entry.name] for entry in spec.inputs if entry.name in inputs],
+        node.outputs,
+        nodes=[node],
+        opset_imports={"": opset, DOMAIN: OPSET_VERSION},
+        name=spec.name,
+    )
+    model = ir.Model(graph, ir_version=_OVERLOADS_IR_VERSION)
+    attach_functions(model)
+    return model
