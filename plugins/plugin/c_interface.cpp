@@ -2,6 +2,7 @@
 #include "errors.h"
 #include "kernel/moe_finalize_launch.h"
 #include "moetrt/moe_finalize.h"
+#include "moetrt/registration.h"
 #include "registration.h"
 #include "run.h"
 

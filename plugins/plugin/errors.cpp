@@ -44,7 +44,7 @@ void clearRefusal() {
 void setTensorRTLoggerFinder(nvinfer1::ILoggerFinder* finder) {
     // findLogger and log sit in other vtable slots in TensorRT 11 and TensorRT-RTX than in TensorRT 10, so a finder of
     // another major version must not be called.
-    const bool usable = finder != nullptr && tensorRTVersionOfObject(finder).major == NV_TENSORRT_MAJOR;
+    const bool usable = finder != nullptr && tensorRTVersionOf(libraryOfObject(finder)).major == NV_TENSORRT_MAJOR;
     loggerFinder.store(usable ? finder : nullptr);
 }
 

@@ -8,11 +8,11 @@
 
 #include <NvInferRuntime.h>
 
+#include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <mutex>
 #include <string>
-#include <string_view>
+#include <vector>
 
 #include "errors.h"
 #include "finalize_creator.h"
@@ -29,11 +29,38 @@ FinalizeCreator& creator(size_t index) {
     return list[index];
 }
 
+std::mutex& registrationMutex() {
+    static std::mutex mutex;
+    return mutex;
+}
+
+/// The registries that this library wrote to without being asked.
+std::vector<nvinfer1::IPluginRegistry*>& ownRegistrations() {
+    static std::vector<nvinfer1::IPluginRegistry*> registries;
+    return registries;
+}
+
+/// loadLibrary fails where a creator is there already, and the constructor ran before it could ask: what this library
+/// registered by itself is withdrawn, so that TensorRT registers it, owns it and can deregister it.
+void handOver(const void* loggerFinder) {
+    const std::lock_guard<std::mutex> lock(registrationMutex());
+    const std::string home = libraryOfObject(loggerFinder);
+    for (const TensorRTLibrary& library : loadedTensorRTLibraries()) {
+        auto& own = ownRegistrations();
+        const auto found = std::find(own.begin(), own.end(), library.registry);
+        if (library.path == home && found != own.end()) {
+            own.erase(found);
+            for (size_t i = 0; i < kOperators.size(); ++i) {
+                Registry(library).remove(creator(i));
+            }
+        }
+    }
+}
+
 }  // namespace
 
 int32_t registerInLoadedLibraries() {
-    static std::mutex mutex;
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> lock(registrationMutex());
     int32_t count = 0;
     for (const TensorRTLibrary& library : loadedTensorRTLibraries()) {
         const Registry registry(library);
@@ -43,9 +70,16 @@ int32_t registerInLoadedLibraries() {
             return -1;
         }
         for (size_t i = 0; i < kOperators.size(); ++i) {
-            if (!registry.has(creator(i)) && !registry.add(creator(i))) {
-                refuse(std::string(kOperators[i].name) + " was not taken by the plugin registry of '" + library.path + "'");
+            if (registry.has(creator(i))) {
+                continue;
+            }
+            if (!registry.add(creator(i))) {
+                refuse(std::string(kOperators[i].name) + " was not taken by the plugin registry of '" + library.path +
+                       "'");
                 return -1;
+            }
+            if (i == 0) {
+                ownRegistrations().push_back(library.registry);
             }
         }
         ++count;
@@ -65,20 +99,17 @@ __attribute__((constructor)) void registerWhereNobodyAsks() {
 }  // namespace moetrt
 
 MOETRT_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
-    if (getenv("DBG")) fprintf(stderr, "setLoggerFinder %p\n", (void*)finder);
     moetrt::setTensorRTLoggerFinder(finder);
+    moetrt::handOver(finder);
 }
 
 MOETRT_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
-    if (getenv("DBG")) fprintf(stderr, "getCreators\n");
     static const std::array<nvinfer1::IPluginCreatorInterface*, 2> list{&moetrt::creator(0), &moetrt::creator(1)};
     count = static_cast<int32_t>(list.size());
-    if (getenv("EMPTY")) count = 0;
     return list.data();
 }
 
 MOETRT_EXPORT nvinfer1::IPluginCreator* const* getPluginCreators(int32_t& count) {
-    if (getenv("DBG")) fprintf(stderr, "getPluginCreators\n");
     count = 0;
     return nullptr;
 }

@@ -8,6 +8,9 @@
 
 #include <NvInferRuntime.h>
 
+#include <algorithm>
+#include <string_view>
+
 #include "tensorrt_library.h"
 
 namespace moetrt {
@@ -19,10 +22,20 @@ public:
     /// Whether this version's order is known; nothing else may be called where it is not.
     bool known() const { return slots_.registerCreator != 0; }
 
+    /// Looked for in the list of all: getCreator writes an error into TensorRT's log where there is none.
     bool has(nvinfer1::IPluginCreatorV3One& creator) const {
-        using GetCreator = nvinfer1::IPluginCreatorInterface* (*)(void*, const char*, const char*, const char*);
-        return slot<GetCreator>(slots_.getCreator)(object_, creator.getPluginName(), creator.getPluginVersion(),
-                                                   creator.getPluginNamespace()) != nullptr;
+        using GetAllCreators = nvinfer1::IPluginCreatorInterface* const* (*)(const void*, int32_t*);
+        int32_t count = 0;
+        nvinfer1::IPluginCreatorInterface* const* const all = slot<GetAllCreators>(slots_.getAllCreators)(object_, &count);
+        return std::any_of(all, all + count, [&](nvinfer1::IPluginCreatorInterface* other) {
+            if (std::string_view(other->getInterfaceInfo().kind) != creator.getInterfaceInfo().kind) {
+                return false;
+            }
+            auto* const same = static_cast<nvinfer1::IPluginCreatorV3One*>(other);
+            return std::string_view(same->getPluginName()) == creator.getPluginName() &&
+                   std::string_view(same->getPluginVersion()) == creator.getPluginVersion() &&
+                   std::string_view(same->getPluginNamespace()) == creator.getPluginNamespace();
+        });
     }
 
     bool add(nvinfer1::IPluginCreatorV3One& creator) const {
@@ -30,20 +43,26 @@ public:
         return slot<RegisterCreator>(slots_.registerCreator)(object_, creator, creator.getPluginNamespace());
     }
 
+    bool remove(nvinfer1::IPluginCreatorV3One& creator) const {
+        using DeregisterCreator = bool (*)(void*, const nvinfer1::IPluginCreatorInterface&);
+        return slot<DeregisterCreator>(slots_.deregisterCreator)(object_, creator);
+    }
+
 private:
     struct Slots {
         int registerCreator;
-        int getCreator;
+        int getAllCreators;
+        int deregisterCreator;
     };
 
     static Slots slotsOf(TensorRTVersion version) {
         if (version.major == 10) {
-            return {12, 14};
+            return {12, 13, 15};
         }
         if (version.major == 11 || (version.major == 1 && version.minor >= 7)) {
-            return {8, 10};
+            return {8, 9, 11};
         }
-        return {0, 0};
+        return {0, 0, 0};
     }
 
     template <typename Function>

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
+#include <sstream>
 #include <string_view>
 #include <system_error>
 
@@ -31,7 +33,7 @@ constexpr SiteFolder kLean{"tensorrt_lean_libs", "libnvinfer_lean.so"};
 /// An open handle of a library that is loaded already; closed at the end of its scope, which unloads nothing.
 class Handle {
 public:
-    explicit Handle(const char* path) : handle_(dlopen(path, RTLD_LAZY | RTLD_NOLOAD)) {}
+    explicit Handle(const std::string& path) : path_(path), handle_(dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD)) {}
     ~Handle() {
         if (handle_ != nullptr) {
             dlclose(handle_);
@@ -40,29 +42,23 @@ public:
     Handle(const Handle&) = delete;
     Handle& operator=(const Handle&) = delete;
 
+    /// Null where the library lacks the function; dlsym looks into its dependencies too, so the function's home counts.
     template <typename Function>
-    Function function(const char* name) const {
-        return handle_ == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(handle_, name));
+    Function ownFunction(const char* name) const {
+        void* const address = handle_ == nullptr ? nullptr : dlsym(handle_, name);
+        Dl_info home{};
+        const bool own = address != nullptr && dladdr(address, &home) != 0 && path_ == home.dli_fname;
+        return own ? reinterpret_cast<Function>(address) : nullptr;
     }
 
 private:
-    void* handle_;
+    const std::string path_;
+    void* const handle_;
 };
 
 TensorRTVersion versionOf(int32_t number) {
     // TensorRT 8 and 9 count in thousands; they have no IPluginV3 and are not told apart any further.
     return {number / 10000, number / 100 % 100};
-}
-
-/// The version of the library at `path`; dlsym looks into its dependencies too, so the symbol's own home is compared.
-TensorRTVersion versionOfLibrary(const Handle& library, const char* path) {
-    const auto getVersion = library.function<GetVersion>("getInferLibVersion");
-    Dl_info home{};
-    if (getVersion == nullptr || dladdr(reinterpret_cast<void*>(getVersion), &home) == 0 ||
-        std::string_view(home.dli_fname) != path) {
-        return {0, 0};
-    }
-    return versionOf(getVersion());
 }
 
 std::vector<std::string> loadedPaths() {
@@ -83,8 +79,27 @@ bool open(const std::string& name) {
     return dlopen(name.c_str(), RTLD_LAZY | RTLD_LOCAL) != nullptr;
 }
 
-/// Folders that may hold Python's packages: those above this library (it is installed in moetrt/lib), and those of
-/// the environment that is active.
+/// argv[0] as a path: a virtual environment's python is a link in PREFIX/bin to one that lies elsewhere.
+fs::path commandPath() {
+    std::ifstream file("/proc/self/cmdline", std::ios::binary);
+    std::string command;
+    std::getline(file, command, '\0');
+    const char* const search = std::getenv("PATH");
+    if (command.find('/') != std::string::npos || search == nullptr) {
+        return command;
+    }
+    std::istringstream folders(search);
+    for (std::string folder; std::getline(folders, folder, ':');) {
+        std::error_code ignored;
+        if (fs::exists(fs::path(folder) / command, ignored)) {
+            return fs::path(folder) / command;
+        }
+    }
+    return command;
+}
+
+/// Folders that may hold Python's packages: that of this library (it is installed as moetrt/lib/...), and those of the
+/// Python that runs or is active.
 std::vector<fs::path> siteFolders() {
     std::vector<fs::path> folders;
     std::error_code ignored;
@@ -92,15 +107,11 @@ std::vector<fs::path> siteFolders() {
     if (dladdr(reinterpret_cast<void*>(&siteFolders), &self) != 0 && self.dli_fname != nullptr) {
         folders.push_back(fs::absolute(self.dli_fname, ignored).parent_path().parent_path().parent_path());
     }
-    std::vector<fs::path> prefixes;
+    std::vector<fs::path> prefixes{fs::absolute(commandPath(), ignored).parent_path().parent_path()};
     for (const char* const variable : {"VIRTUAL_ENV", "CONDA_PREFIX"}) {
         if (const char* const value = std::getenv(variable); value != nullptr && value[0] != '\0') {
             prefixes.emplace_back(value);
         }
-    }
-    // A virtual environment that was never activated: its python lies in PREFIX/bin as a link out of it.
-    if (const char* const command = std::getenv("_"); command != nullptr) {
-        prefixes.push_back(fs::path(command).parent_path().parent_path());
     }
     for (const fs::path& prefix : prefixes) {
         for (const auto& entry : fs::directory_iterator(prefix / "lib", ignored)) {
@@ -139,17 +150,20 @@ bool isSet(const char* variable) {
 std::vector<TensorRTLibrary> loadedTensorRTLibraries() {
     std::vector<TensorRTLibrary> libraries;
     for (const std::string& path : loadedPaths()) {
-        const Handle library(path.c_str());
-        const TensorRTVersion version = versionOfLibrary(library, path.c_str());
-        const auto getRegistry = library.function<GetRegistry>("getPluginRegistry");
-        if (version.major > 0 && getRegistry != nullptr) {
-            libraries.push_back({path, version, getRegistry()});
+        const Handle library(path);
+        const auto getVersion = library.ownFunction<GetVersion>("getInferLibVersion");
+        const auto getRegistry = library.ownFunction<GetRegistry>("getPluginRegistry");
+        if (getVersion != nullptr && getRegistry != nullptr) {
+            libraries.push_back({path, versionOf(getVersion()), getRegistry()});
         }
     }
     return libraries;
 }
 
 bool openTensorRTLibrary() {
+    if (const char* const named = std::getenv("MOETRT_TENSORRT_LIBRARY"); named != nullptr && named[0] != '\0') {
+        return open(named);
+    }
     const std::vector<fs::path> sites = siteFolders();
     if (isSet("POLYGRAPHY_USE_TENSORRT_RTX")) {
         return open("libtensorrt_rtx.so.1") || openFromSite(sites, kRtx);
@@ -162,14 +176,19 @@ bool openTensorRTLibrary() {
     return rtx || lean;
 }
 
-TensorRTVersion tensorRTVersionOfObject(const void* object) {
-    // The first word of a polymorphic object points to its class's vtable, inside the library that made it.
-    const void* const vtable = *static_cast<const void* const*>(object);
-    Dl_info home{};
-    if (dladdr(vtable, &home) == 0 || home.dli_fname == nullptr) {
-        return {0, 0};
+std::string libraryOfObject(const void* object) {
+    if (object == nullptr) {
+        return "";
     }
-    return versionOfLibrary(Handle(home.dli_fname), home.dli_fname);
+    // The first word of a polymorphic object points to its class's vtable, inside the library that made it.
+    Dl_info home{};
+    const bool found = dladdr(*static_cast<const void* const*>(object), &home) != 0 && home.dli_fname != nullptr;
+    return found ? home.dli_fname : "";
+}
+
+TensorRTVersion tensorRTVersionOf(const std::string& path) {
+    const auto getVersion = path.empty() ? nullptr : Handle(path).ownFunction<GetVersion>("getInferLibVersion");
+    return getVersion == nullptr ? TensorRTVersion{0, 0} : versionOf(getVersion());
 }
 
 }  // namespace moetrt

@@ -29,13 +29,17 @@ struct TensorRTLibrary {
 /// Every TensorRT library that is loaded now, in the order of loading.
 std::vector<TensorRTLibrary> loadedTensorRTLibraries();
 
-/// Opens the first TensorRT library that is found: by the sonames of the linker's search path, then in the folders of
-/// Python's packages beside this library, in VIRTUAL_ENV and in CONDA_PREFIX. TensorRT-RTX comes first where
-/// POLYGRAPHY_USE_TENSORRT_RTX is set, and is left out elsewhere. Returns false where none is found.
+/// Opens a TensorRT library where none is loaded: the file that MOETRT_TENSORRT_LIBRARY names, else what is found by
+/// soname on the linker's path and then in Python's packages. TensorRT-RTX alone is looked for where
+/// POLYGRAPHY_USE_TENSORRT_RTX is set; elsewhere full TensorRT comes first, and where there is none both TensorRT-RTX and
+/// the lean runtime are opened. Returns whether one was opened.
 bool openTensorRTLibrary();
 
-/// The version of the library that holds the class of `object`, a polymorphic object.
-TensorRTVersion tensorRTVersionOfObject(const void* object);
+/// The path of the library that holds the class of `object`, a polymorphic object; "" where it cannot be told.
+std::string libraryOfObject(const void* object);
+
+/// The version of the loaded library at `path`.
+TensorRTVersion tensorRTVersionOf(const std::string& path);
 
 }  // namespace moetrt
 
