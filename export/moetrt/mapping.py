@@ -1,0 +1,528 @@
+"""Every MoE tail of an ONNX graph becomes one plugin node, or is listed with the reason why not."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from moetrt.errors import InputError, MoetrtError
+from moetrt.files import write_atomically
+from moetrt.onnx_files import load_model, save_model, without_external_data
+from moetrt.onnx_op import attach_functions, make_node, named_inputs, operator_of, read_attributes, remove_functions
+from moetrt.segments import captured, gather
+from moetrt.segments.growth import Tail, grow
+from moetrt.segments.reading import dims, named
+from moetrt.segments.rms_norm import RmsNorm
+from moetrt.segments.tail import Operand, Seed, Term
+from moetrt.spec import (
+    DOMAIN,
+    FINALIZE_ADD,
+    FINALIZE_ADD_RMS_NORM,
+    OPERATORS,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+    OperatorSpec,
+)
+
+EXPECTED_KEY = "moetrt.tails_expected"
+"""Key of the model's metadata under which capture writes how many tails the model has."""
+
+MAPPED_FORM = "mapped before"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One MoE tail of the graph.
+
+    Attributes:
+        name: the plugin node's name, else the name of the node where the tail was found.
+        form: how the graph spelled it: "finalize node", "gather", or "mapped before".
+        operator: the plugin node that is there now, or None.
+        matched: whether all that belongs to the tail is in that node.
+        reason: where not, the first thing that kept it out, in words.
+        attributes: the node's attributes, without its ``has_*`` flags.
+        inputs: by name: value, dtype and shape.
+        outputs: likewise.
+    """
+
+    name: str
+    form: str
+    operator: str | None
+    matched: bool
+    reason: str | None
+    attributes: dict[str, float | int] = field(default_factory=dict)
+    inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str | None:
+        """The rows' dtype in ONNX's spelling."""
+        rows = self.inputs.get("gemm2_permuted")
+        return rows["dtype"] if rows else None
+
+    @property
+    def shapes(self) -> dict[str, list[int | str | None] | None]:
+        """The shapes of all inputs and outputs by name."""
+        return {name: entry["shape"] for name, entry in (self.inputs | self.outputs).items()}
+
+
+@dataclass
+class MappingReport:
+    """What became of a model's tails.
+
+    Attributes:
+        sites: every tail, in the order of the graph.
+        expected: how many tails the model has according to capture; None where nobody said.
+        sorted_topk: how many TopK nodes were made to sort, because TensorRT takes no others.
+        notes: what else the user should know.
+    """
+
+    sites: list[Site]
+    expected: int | None = None
+    sorted_topk: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def found(self) -> int:
+        return len(self.sites)
+
+    @property
+    def mapped(self) -> int:
+        """How many tails are wholly in their plugin node."""
+        return sum(site.matched for site in self.sites)
+
+    @property
+    def unmatched(self) -> list[Site]:
+        return [site for site in self.sites if not site.matched]
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are tails, as many as expected, and all are mapped."""
+        expected = self.found if self.expected is None else self.expected
+        return self.mapped == self.found == expected and (self.found > 0 or self.expected == 0)
+
+    def summary(self) -> str:
+        """One line: how many were found, expected and mapped."""
+        expected = "unknown" if self.expected is None else str(self.expected)
+        return f"tails: {self.found} found, {expected} expected, {self.mapped} mapped"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {
+            "found": self.found,
+            "expected": self.expected,
+            "mapped": self.mapped,
+            "complete": self.complete,
+            "sorted_topk": self.sorted_topk,
+            "notes": list(self.notes),
+            "sites": [asdict(site) for site in self.sites],
+        }
+
+    def write_json(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the report to ``path``.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        with write_atomically(path) as temporary:
+            temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        return Path(path)
+
+
+def map_file(
+    source_path: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    *,
+    function: bool = True,
+    report_path: str | os.PathLike[str] | None = None,
+) -> MappingReport:
+    """Maps the tails of an ONNX file.
+
+    Args:
+        source_path: the file; its weights may be in other files beside it, and are not read.
+        output_path: where the mapped model goes; may be ``source_path``.
+        function: whether to add each operator's body as a model-local function, so that readers without the plugin can
+            run the file. Without it, only TensorRT with the plugin can.
+        report_path: where to write the report as JSON.
+
+    Raises:
+        InputError: the file cannot be read or is not ONNX, the result is not valid, or a folder cannot be written.
+    """
+    model = load_model(source_path)
+    report = map_model(model, function=function)
+    problem = inference_problem(model)
+    if problem is not None:
+        if inference_problem(load_model(source_path)) is None:
+            raise InputError(f"mapping '{os.fspath(source_path)}' gave a model whose shapes do not fit: {problem}")
+        report.notes.append(f"shape inference stops, as it does on the model before mapping: {problem}")
+    save_model(model, output_path)
+    if report_path is not None:
+        report.write_json(report_path)
+    return report
+
+
+def inference_problem(model: ir.Model) -> str | None:
+    """What strict shape inference says against ``model``, on one line; None where it is content."""
+    try:
+        onnx.shape_inference.infer_shapes(
+            without_external_data(ir.to_proto(model)), check_type=True, strict_mode=True, data_prop=True
+        )
+    except Exception as error:  # onnx raises its own InferenceError, and ValueError from its parts
+        return " ".join(str(error).split())
+    return None
+
+
+def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
+    """Maps the tails of ``model`` in place.
+
+    Args:
+        model: any ONNX model with opset 17 or later.
+        function: as of `map_file`.
+
+    Raises:
+        InputError: the model's opset is too old, or an operator node in it is broken.
+    """
+    opset = model.graph.opset_imports.get("", 0)
+    if opset < _OLDEST_OPSET:
+        raise InputError(f"the model's opset was {opset}; {_OLDEST_OPSET} or later is taken")
+    remove_functions(model)
+    _inline_functions_with_tails(model)
+    _fill_in_shapes(model)
+    mapper = _Mapper({node.name for node in _all_nodes(model) if node.name})
+    for graph in model.graphs():
+        for node in list(graph):
+            if node.graph is graph:
+                mapper.map_node(node)
+    report = MappingReport(mapper.sites, _expected(model), _sort_topk(model))
+    if any(operator_of(node) for node in _all_nodes(model)):
+        model.graph.opset_imports.setdefault(DOMAIN, 1)
+        if function:
+            attach_functions(model)
+    return report
+
+
+_OLDEST_OPSET = 17
+
+
+def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    return (node for graph in model.graphs() for node in graph)
+
+
+def _expected(model: ir.Model) -> int | None:
+    text = model.metadata_props.get(EXPECTED_KEY)
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _inline_functions_with_tails(model: ir.Model) -> None:
+    """A tail may begin in one model-local function and end in another: the walk needs one graph."""
+    from onnx_ir.passes.common import InlinePass
+
+    def has_seed(function: ir.Function) -> bool:
+        return any(operator_of(node) is not None or gather.seed_at(node) is not None for node in function)
+
+    if any(has_seed(function) for function in model.functions.values()):
+        InlinePass()(model)
+
+
+def _fill_in_shapes(model: ir.Model) -> None:
+    """Gives values without a dtype or shape what onnx infers; the walk compares shapes."""
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    if all(value.dtype is not None and value.shape is not None for value in values.values()):
+        return
+    try:
+        proto = onnx.shape_inference.infer_shapes(without_external_data(ir.to_proto(model)), data_prop=True)
+    except Exception:  # values stay as they are, and sites that need their shapes say so
+        return
+    for info in proto.graph.value_info:
+        value = values.get(info.name)
+        if value is None:
+            continue
+        inferred = ir.from_proto(info)
+        value.dtype = value.dtype or inferred.dtype
+        if value.shape is None:
+            value.shape = inferred.shape
+
+
+class _Mapper:
+    """Maps tails one after another and keeps what they became; node names stay unique."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+        self.sites: list[Site] = []
+
+    def map_node(self, node: ir.Node) -> None:
+        """Maps the tail that begins at ``node``, if one does."""
+        if operator_of(node) is FINALIZE_ADD_RMS_NORM:
+            _write_plugin_attributes(node)
+            self.sites.append(_site(node, MAPPED_FORM, True, None))
+            return
+        seed = _seed_at(node)
+        if seed is None:
+            return
+        if seed.problem is not None:
+            self.sites.append(Site(_name_of(seed), seed.form, None, False, seed.problem))
+            return
+        self.sites.append(self._map_seed(seed))
+
+    def _map_seed(self, seed: Seed) -> Site:
+        grown = grow(seed)
+        reason = grown.reason
+        tail = grown.tail
+        if grown.norm is not None:
+            try:
+                return _site(self._write_norm(seed, tail, grown.norm), seed.form, True, None)
+            except MoetrtError as error:
+                # The operator does not take the whole tail; it may take the experts' sum alone.
+                reason = str(error)
+                tail = Tail(seed.value, seed.node, seed.scale, seed.terms).copy()
+        if tail.value.dtype == seed.data:
+            try:
+                return _site(self._write_finalize(seed, tail), seed.form, reason is None, reason)
+            except MoetrtError as error:
+                reason = str(error)
+        return Site(_name_of(seed), seed.form, None, False, reason)
+
+    def _write_norm(self, seed: Seed, tail: Tail, norm: RmsNorm) -> ir.Node:
+        shared, residual = _split_terms(tail.terms)
+        operands = dict(seed.operands) | _term_operands(shared)
+        if residual is not None:
+            operands["residual"] = residual.operand
+        operands["gamma"] = Operand(norm.gamma)
+        attributes = _sum_attributes(seed, tail, shared) | {
+            "eps": norm.eps,
+            "residual_scale": residual.scale if residual is not None else 1.0,
+            "weight_bias": norm.weight_bias,
+            "weight_before_cast": norm.weight_before_cast,
+        }
+        replaced = {"norm_out": norm.result, "residual_out": tail.value}
+        return self._write(
+            FINALIZE_ADD_RMS_NORM, seed, tail, operands, attributes, _shape_nodes(tail, residual or shared), replaced
+        )
+
+    def _write_finalize(self, seed: Seed, tail: Tail) -> ir.Node:
+        shared = tail.terms[0] if tail.terms else None
+        operands = dict(seed.operands) | _term_operands(shared)
+        attributes = _sum_attributes(seed, tail, shared)
+        return self._write(
+            FINALIZE_ADD, seed, tail, operands, attributes, _shape_nodes(tail, shared), {"hidden": tail.value}
+        )
+
+    def _write(
+        self,
+        spec: OperatorSpec,
+        seed: Seed,
+        tail: Tail,
+        operands: Mapping[str, Operand],
+        attributes: Mapping[str, float | int],
+        shape_nodes: list[ir.Node],
+        replaced: Mapping[str, ir.Value],
+    ) -> ir.Node:
+        """Puts the plugin node where the sum was made, and takes out what nobody reads any more.
+
+        Everything that the sum depends on lies before that place, and everything that reads it after, so the graph
+        stays sorted.
+        """
+        graph = tail.node.graph
+        assert isinstance(graph, ir.Graph)
+        name = self._unique_name(f"{_scope(seed.node)}/{spec.name}")
+        added: list[ir.Node] = []
+        inputs = {key: _prepare(operand, f"{name}/{key}", added) for key, operand in operands.items()}
+        try:
+            node = make_node(spec, inputs, attributes, name=name)
+        except MoetrtError:
+            for extra in reversed(added):
+                _detach(extra)
+            raise
+        self.names.add(name)
+        added.append(node)
+        finals: dict[str, ir.Value] = {}
+        for output, key in zip(node.outputs, spec.outputs, strict=True):
+            output.name = f"{name}/{key}"
+            finals[key] = _reshaped(output, shape_nodes, added)
+        _hoist_constants(graph, inputs.values())
+        graph.insert_before(tail.node, added)
+        for key, old in replaced.items():
+            _replace(old, finals[key])
+        node.metadata_props.update(seed.node.metadata_props)
+        return node
+
+    def _unique_name(self, name: str) -> str:
+        number, candidate = 0, name
+        while candidate in self.names:
+            number += 1
+            candidate = f"{name}_{number}"
+        return candidate
+
+
+def _seed_at(node: ir.Node) -> Seed | None:
+    try:
+        return captured.seed_at(node) or gather.seed_at(node)
+    except MoetrtError:
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _sum_attributes(seed: Seed, tail: Tail, shared: Term | None) -> dict[str, float | int]:
+    combine = shared.scale if shared is not None else 1.0
+    return {
+        "combine_scale": combine,
+        "routed_scaling_factor": tail.scale / combine,
+        "apply_expert_weights": seed.apply_expert_weights,
+    }
+
+
+def _shape_nodes(tail: Tail, last: Term | None) -> list[ir.Node]:
+    """The Reshapes between the shape that the operator gives its outputs and the shape of the sum."""
+    return last.shape_nodes if last is not None else tail.shape_nodes
+
+
+def _split_terms(terms: list[Term]) -> tuple[Term | None, Term | None]:
+    """Which term is the shared expert's output and which the residual: the sum is the same either way."""
+    if not terms:
+        return None, None
+    if len(terms) == 1:
+        only = terms[0]
+        return (only, None) if only.gate is not None or only.shared else (None, only)
+    first, second = terms
+    return (second, first) if second.gate is not None else (first, second)
+
+
+def _term_operands(term: Term | None) -> dict[str, Operand]:
+    if term is None:
+        return {}
+    return {"shared_output": term.operand} | ({"shared_gate": term.gate} if term.gate is not None else {})
+
+
+def _prepare(operand: Operand, name: str, added: list[ir.Node]) -> ir.Value:
+    """The operand's value, after the nodes that give it the dtype and shape that the operator takes."""
+    value = operand.value
+    if operand.reshape_to is not None:
+        sizes = ir.tensor(list(operand.reshape_to), dtype=ir.DataType.INT64)
+        shape = _add_node(added, "Constant", [], {"value": sizes}, f"{name}_shape")
+        value = _add_node(added, "Reshape", [value, shape], {}, f"{name}_reshape")
+        value.type = operand.value.type
+        value.shape = ir.Shape([None if size == -1 else size for size in operand.reshape_to])
+    if operand.cast_to is not None:
+        before = value
+        value = _add_node(added, "Cast", [value], {"to": operand.cast_to}, f"{name}_cast")
+        value.dtype, value.shape = operand.cast_to, before.shape
+    return value
+
+
+def _add_node(
+    added: list[ir.Node], op_type: str, inputs: list[ir.Value], attributes: dict[str, Any], name: str
+) -> ir.Value:
+    node = ir.node(op_type, inputs, attributes, name=name)
+    node.outputs[0].name = name
+    added.append(node)
+    return node.outputs[0]
+
+
+def _reshaped(output: ir.Value, shape_nodes: list[ir.Node], added: list[ir.Node]) -> ir.Value:
+    """``output`` through copies of the Reshapes that the sum went through after its last addition."""
+    value = output
+    for number, step in enumerate(shape_nodes):
+        name = f"{output.name}/{step.op_type}_{number}"
+        copied = ir.Node(
+            step.domain, step.op_type, [value, *step.inputs[1:]], list(step.attributes.values()), name=name
+        )
+        copied.outputs[0].name = name
+        copied.outputs[0].type = output.type
+        copied.outputs[0].shape = step.outputs[0].shape
+        added.append(copied)
+        value = copied.outputs[0]
+    return value
+
+
+def _replace(old: ir.Value, new: ir.Value) -> None:
+    """Makes ``new`` what ``old`` was, name and graph output too."""
+    new.shape = old.shape if old.shape is not None else new.shape
+    new.type = old.type if old.type is not None else new.type
+    new.metadata_props.update(old.metadata_props)
+    producer, name = old.producer(), old.name
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    old.name = None
+    if producer is not None:
+        _remove_dead(producer)
+    new.name = name
+
+
+def _hoist_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
+    """Constant nodes may stand later than the plugin node that reads them now; they depend on nothing."""
+    for value in values:
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Constant" and producer.graph is graph:
+            graph.remove(producer)
+            graph.insert_before(graph[0], producer)
+
+
+def _remove_dead(node: ir.Node) -> None:
+    """Removes ``node`` and what only it needed, as far as nothing else reads them."""
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current.graph is None or any(value.uses() or value.is_graph_output() for value in current.outputs):
+            continue
+        producers = [value.producer() for value in current.inputs if value is not None]
+        _detach(current)
+        pending.extend(producer for producer in producers if producer is not None)
+
+
+def _detach(node: ir.Node) -> None:
+    if node.graph is not None:
+        node.graph.remove(node)
+    for index in range(len(node.inputs)):
+        node.replace_input_with(index, None)
+
+
+def _scope(node: ir.Node) -> str:
+    """The module that a node comes from, as torch.onnx notes it, else the node's name."""
+    text = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    scopes = [part.strip(" '\"") for part in text.strip("[]").split(",")]
+    if len(scopes) > 1 and scopes[-2]:
+        return scopes[-2]
+    return node.name or node.outputs[0].name or node.op_type
+
+
+def _name_of(seed: Seed) -> str:
+    return f"{_scope(seed.node)} ({named(seed.node)})"
+
+
+def _write_plugin_attributes(node: ir.Node) -> None:
+    for key, value in (("plugin_version", PLUGIN_VERSION), ("plugin_namespace", PLUGIN_NAMESPACE)):
+        if key not in node.attributes:
+            node.attributes[key] = ir.AttrString(key, value)
+
+
+def _site(node: ir.Node, form: str, matched: bool, reason: str | None) -> Site:
+    spec = OPERATORS[node.op_type]
+    return Site(
+        name=node.name or "",
+        form=form,
+        operator=node.op_type,
+        matched=matched,
+        reason=reason,
+        attributes=read_attributes(node),
+        inputs={name: _described(value) for name, value in named_inputs(node).items()},
+        outputs={name: _described(value) for name, value in zip(spec.outputs, node.outputs, strict=True)},
+    )
+
+
+def _described(value: ir.Value) -> dict[str, Any]:
+    return {"value": value.name, "dtype": value.dtype.name if value.dtype is not None else None, "shape": dims(value)}
+
+
+def _sort_topk(model: ir.Model) -> int:
+    """TensorRT takes TopK with sorted=1 only; sorted output is one of the orders that sorted=0 allows."""
+    changed = 0
+    for node in _all_nodes(model):
+        if node.op_type == "TopK" and node.domain == "" and node.attributes.get_int("sorted", 1) == 0:
+            node.attributes["sorted"] = ir.AttrInt64("sorted", 1)
+            changed += 1
+    return changed

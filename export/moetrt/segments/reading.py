@@ -1,0 +1,168 @@
+"""Questions to an onnx_ir graph that the segments ask: constants, readers, shapes."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+HALF_DTYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+FLOAT_DTYPES = (ir.DataType.FLOAT, *HALF_DTYPES)
+
+_ONNX_DOMAINS = ("", "ai.onnx")
+
+
+def is_op(node: ir.Node | None, *op_types: str) -> bool:
+    """Whether ``node`` is one of these standard operators."""
+    return node is not None and node.op_type in op_types and node.domain in _ONNX_DOMAINS
+
+
+def input_of(node: ir.Node, index: int) -> ir.Value | None:
+    """The input at ``index``, or None where it is absent."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    """The other operand of a node of two; ``value`` itself where both are the same."""
+    if len(node.inputs) != 2:
+        return None
+    return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+
+
+def readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read ``value``, each once, those of inner graphs too."""
+    return list(dict.fromkeys(usage.node for usage in value.uses()))
+
+
+def sole_reader(value: ir.Value) -> ir.Node | None:
+    """The only thing that reads ``value``; None where it is a graph output, or is read elsewhere too or not at all."""
+    found = readers(value)
+    if len(found) != 1 or value.is_graph_output() or found[0].graph is not _graph_of(value):
+        return None
+    return found[0]
+
+
+def _graph_of(value: ir.Value) -> object:
+    producer = value.producer()
+    return producer.graph if producer is not None else None
+
+
+def named(node: ir.Node) -> str:
+    """A node in words."""
+    return f"{node.op_type} '{node.name or node.outputs[0].name}'"
+
+
+def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of an initializer that nobody can override, or of a Constant node; its data stays where it is."""
+    if value is None or value.is_graph_input():
+        return None
+    return ir.convenience.get_const_tensor(value)
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether ``value`` is the same on every run."""
+    return constant(value) is not None
+
+
+def ints(value: ir.Value | None) -> list[int] | None:
+    """The elements of a small constant of integers."""
+    tensor = constant(value)
+    if tensor is None or tensor.size > 16 or not tensor.dtype.is_integer():
+        return None
+    return [int(element) for element in _array(tensor).ravel()]
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The finite number that a constant of one element holds, or that Expand or ConstantOfShape repeats."""
+    tensor = constant(value)
+    if tensor is None:
+        return _filled(value)
+    if tensor.size != 1:
+        return None
+    element = _array(tensor).ravel()[0]
+    # The shortest text that is this float32: 1e-06 rather than 9.999999974752427e-07.
+    number = float(str(element)) if tensor.dtype == ir.DataType.FLOAT else float(element)
+    return number if math.isfinite(number) else None
+
+
+def _filled(value: ir.Value | None) -> float | None:
+    node = value.producer() if value is not None else None
+    if node is None:
+        return None
+    if is_op(node, "Expand"):
+        return scalar(node.inputs[0])
+    if is_op(node, "ConstantOfShape"):
+        fill = node.attributes.get("value")
+        return float(_array(fill.as_tensor()).ravel()[0]) if fill is not None else 0.0
+    return None
+
+
+def _array(tensor: ir.TensorProtocol) -> np.ndarray:
+    """The elements; read directly where onnx_ir would refuse the file (caches of models are full of links)."""
+    if isinstance(tensor, ir.ExternalTensor):
+        with Path(tensor.path).open("rb") as file:
+            file.seek(tensor.offset or 0)
+            return np.frombuffer(file.read(tensor.nbytes), dtype=tensor.dtype.numpy())
+    return tensor.numpy()
+
+
+def dims(value: ir.Value) -> list[int | str | None] | None:
+    """The dimensions: a number, a symbol, or None where nothing is known; None for an unknown rank."""
+    if value.shape is None:
+        tensor = constant(value)
+        return list(tensor.shape.numpy()) if tensor is not None else None
+    return [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+
+
+def rank(value: ir.Value) -> int | None:
+    """The number of dimensions, None where it is not known."""
+    shape = dims(value)
+    return None if shape is None else len(shape)
+
+
+def dim(value: ir.Value, index: int) -> int | str | None:
+    """One dimension; None where it, or the rank, is not known."""
+    shape = dims(value)
+    if shape is None or not -len(shape) <= index < len(shape):
+        return None
+    return shape[index]
+
+
+def may_be_equal(one: int | str | None, other: int | str | None) -> bool:
+    """Whether two dimensions can be the same number; 1 against a symbol is taken for a broadcast."""
+    if one is None or other is None or one == other:
+        return True
+    if isinstance(one, int) and isinstance(other, int):
+        return False
+    return 1 not in (one, other)
+
+
+def same_shape(one: ir.Value, other: ir.Value) -> bool:
+    """Whether both have one rank and no dimension that is known to differ or to be broadcast."""
+    first, second = dims(one), dims(other)
+    if first is None or second is None or len(first) != len(second):
+        return False
+    return all(may_be_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def cast_source(value: ir.Value) -> ir.Value | None:
+    """What a Cast node makes ``value`` from."""
+    node = value.producer()
+    return node.inputs[0] if is_op(node, "Cast") and node is not None else None
+
+
+def before_upcast(value: ir.Value) -> ir.Value:
+    """The half-precision value that ``value`` was widened from, else ``value``."""
+    source = cast_source(value)
+    if source is not None and value.dtype == ir.DataType.FLOAT and source.dtype in HALF_DTYPES:
+        return source
+    return value
+
+
+def axes(node: ir.Node, default: list[int]) -> list[int] | None:
+    """The axes of a Reduce, Squeeze or Unsqueeze node, an input or an attribute; None where they are not constant."""
+    attribute = node.attributes.get("axes")
+    if attribute is not None:
+        return [int(axis) for axis in attribute.as_ints()]
+    value = input_of(node, 1)
+    return default if value is None else ints(value)
