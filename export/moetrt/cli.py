@@ -11,7 +11,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -20,8 +19,9 @@ from moetrt.errors import InputError, MoetrtError
 
 # Everything else is imported where it is used: `moetrt --help` must not wait for torch.
 
-_SHAPE_OPTIONS = ("--min", "--opt", "--max", "--shape")
-_SHAPE = re.compile(r"[^-].*:\[?\d+([x,]\d+)*\]?$|[^-].*:\[?\]?$")
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_SPREAD_OPTIONS = ("--min", "--opt", "--max", "--shapes", "--dynamic")
+_SPREAD_WORD = re.compile(r"[^-].*:\d")
 
 
 class Shortfall(MoetrtError):
@@ -29,18 +29,20 @@ class Shortfall(MoetrtError):
 
 
 class _Command(click.Command):
-    """A command whose shape options take several words, as in ``--min ids:1x1 mask:1x1``."""
+    """A command whose options for shapes take several words, as in ``--min ids:1x1 mask:1x1``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
-        option = ""
-        for position, word in enumerate(args):
-            after_option = position > 0 and args[position - 1] in _SHAPE_OPTIONS
-            if option and not after_option and _SHAPE.match(word) and not Path(word).exists():
+        option, awaits_value = "", False
+        for word in args:
+            name, equals, _ = word.partition("=")
+            if awaits_value:
+                awaits_value = False
+            elif name in _SPREAD_OPTIONS:
+                option, awaits_value = name, not equals
+            elif option and _SPREAD_WORD.match(word):
                 spread.append(option)
-            elif word in _SHAPE_OPTIONS:
-                option = word
-            elif not after_option:
+            else:
                 option = ""
             spread.append(word)
         return super().parse_args(ctx, spread)
@@ -60,7 +62,7 @@ def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
                 click.get_current_context().find_root().meta["verbose"] = True
             function(Output(quiet=quiet), **options)
 
-        return cli.command(name, cls=_Command)(run)
+        return cli.command(name, cls=_Command, context_settings=_SETTINGS)(run)
 
     return decorate
 
@@ -69,7 +71,7 @@ def _output_file(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("-o", "--output", required=True, metavar="FILE", help="The file to write.")(function)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(context_settings=_SETTINGS)
 @click.version_option(package_name="moetrt", prog_name="moetrt")
 def cli() -> None:
     """Brings the MoE finalize + add + RMSNorm tail of PyTorch models to TensorRT."""
@@ -117,71 +119,62 @@ def _complain(message: str, code: int) -> int:
     return code
 
 
-def parse_shapes(words: Sequence[str], option: str) -> dict[str, tuple[int, ...]]:
-    """Reads ``NAME:DIMS`` words, each of which may hold several separated by commas as trtexec's do.
+def _shapes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Reads ``NAME:DIMS`` words, each of which may hold several separated by commas as trtexec's do."""
+    from moetrt.engine import parse_shapes
 
-    Args:
-        words: such as ``["input_ids:1x16,attention_mask:1x16"]``; ``[1,16]`` is taken too.
-        option: the option they were given to, for the message.
-
-    Raises:
-        InputError: a word is not of that form, or a name is given twice.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for word in words:
-        for part in re.split(r",(?![^\[]*\])(?=[^,]*:)", word):
-            name, colon, sizes = part.rpartition(":")
-            sizes = sizes.removeprefix("[").removesuffix("]")
-            if not colon or not name or not re.fullmatch(r"(\d+([x,]\d+)*)?", sizes):
-                raise InputError(f"{option} was '{part}'; NAME:DIMS is taken, such as input_ids:1x16")
-            if name in shapes:
-                raise InputError(f"{option} names '{name}' twice")
-            shapes[name] = tuple(int(size) for size in re.split("[x,]", sizes)) if sizes else ()
-    return shapes
-
-
-def profiles(
-    minimum: Sequence[str], optimum: Sequence[str], maximum: Sequence[str]
-) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Joins the three options to one profile per input; a bound that is left out is the nearest given, the
-    optimum the largest.
-    """
-    low, middle, high = (
-        parse_shapes(words, option)
-        for words, option in ((minimum, "--min"), (optimum, "--opt"), (maximum, "--max"))
-    )
-    joined = {}
-    for name in {**low, **middle, **high}:
-        given = [bounds[name] for bounds in (low, middle, high) if name in bounds]
-        joined[name] = (given[0], middle.get(name, given[-1]), given[-1])
-    return joined
+    return parse_shapes(part for word in words for part in re.split(r",(?=[^,]*:)", word))
 
 
 def _shape_option(name: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option(f"--{name}", f"{name}_shapes", multiple=True, metavar="NAME:DIMS ...", help=text)
+    return click.option(f"--{name}", f"{name}_words", multiple=True, metavar="NAME:DIMS ...", help=text)
+
+
+def _dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--dtype", metavar="NAME", help="Convert the model first: fp32, fp16 or bf16.")(function)
 
 
 @_command("export")
 @click.argument("source")
 @click.option("-o", "--output", required=True, metavar="DIR", help="The folder that model.onnx is written to.")
 @click.option("--opset", type=int, default=22, show_default=True, help="ONNX opset of the exported graph.")
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Convert the model first.")
-@click.option("--static", is_flag=True, help="Fix every dimension at the example's size instead of keeping it dynamic.")
-def export_command(out: Any, source: str, output: str, opset: int, dtype: str | None, static: bool) -> None:
-    """Export SOURCE (a Hugging Face folder, or "package.module:factory") to ONNX, its tails kept recognisable."""
-    from moetrt.files import output_directory
-
-    folder = output_directory(output)
-    from moetrt.capture import export
+@_dtype_option
+@click.option(
+    "--dynamic", multiple=True, metavar="NAME:DIM=SYMBOL,... ...", help="Dynamic dimensions; default: the source's."
+)
+@click.option("--static", is_flag=True, help="Fix every dimension at its size in the example inputs.")
+@click.option(
+    "--experts",
+    metavar="FORM",
+    default="gathered",
+    show_default=True,
+    help="Expert GEMMs of Transformers models: gathered (short inputs) or dense (long prompts).",
+)
+def export_command(
+    out: Any,
+    source: str,
+    output: str,
+    opset: int,
+    dtype: str | None,
+    dynamic: tuple[str, ...],
+    static: bool,
+    experts: str,
+) -> None:
+    """Export SOURCE, a Hugging Face folder or "package.module:factory", to ONNX with its tails kept recognisable."""
+    if dynamic and static:
+        raise InputError("--dynamic and --static were both given; one of them is taken")
+    from moetrt.capture import export, parse_dynamic
     from moetrt.source import load_source
 
+    chosen = parse_dynamic(dynamic) if dynamic else not static
     with out.step("load") as step:
         loaded = load_source(source, dtype=dtype)
         step.result = loaded.description
-    with out.step("export to ONNX") as step:
-        result = export(loaded, folder, opset=opset, dynamic=not static)
-        step.result = str(result.model_path)
-        step.details.append(f"tails expected: {_count(result.tails_expected)}")
+    with out.step("export") as step:
+        result = export(loaded, output, opset=opset, dynamic=chosen, experts=experts, progress=step.progress)
+        step.result = f"{result.model_path}: {result.nodes} nodes, opset {result.opset}"
+        expected = "not known" if result.tails_expected is None else result.tails_expected
+        step.details.append(f"tails: {expected} expected, {result.operators} captured")
     out.line(f"next: moetrt map {result.model_path} -o {result.model_path.with_name('mapped.onnx')}")
 
 
@@ -194,17 +187,22 @@ def export_command(out: Any, source: str, output: str, opset: int, dtype: str | 
 def map_command(
     out: Any, model: str, output: str, report: str | None, no_function: bool, allow_unmatched: bool
 ) -> None:
-    """Map every MoE tail of MODEL (any ONNX file) to one plugin node."""
+    """Map every MoE tail of MODEL, any ONNX file, to one plugin node."""
     from moetrt.mapping import map_file
 
     with out.step("map") as step:
         result = map_file(model, output, function=not no_function, report_path=report)
-        step.result = f"{output}: {tails_text(result)}"
-        step.ok = not result.unmatched and bool(result.mapped)
-    _print_sites(out, result)
-    reason = shortfall(result)
-    if reason and not allow_unmatched:
-        raise Shortfall(reason)
+        step.result = f"{output}: {result.summary()}"
+        step.ok = result.complete
+    if result.sites:
+        became = [(site.name, site.operator if site.matched else f"not mapped: {site.reason}") for site in result.sites]
+        out.table(("tail", "became"), became)
+    for note in result.notes:
+        out.line(f"note: {note}")
+    if not result.complete and not allow_unmatched:
+        if not result.found and not result.expected:
+            raise Shortfall(f"'{model}' has no MoE tail; '{output}' is an unchanged copy")
+        raise Shortfall(f"not every tail of '{model}' was mapped: {result.summary()}; --allow-unmatched accepts that")
 
 
 @_command("inspect")
@@ -214,7 +212,12 @@ def inspect_command(out: Any, file: str, as_json: bool) -> None:
     """Show the tails of FILE, their attributes, dtypes and shapes, and what each reader of the file will run."""
     from moetrt.inspection import inspect_file
 
-    print_inspection(out, inspect_file(file), as_json=as_json)
+    found = inspect_file(file)
+    if as_json:
+        click.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        for line in found.lines():
+            out.line(line)
 
 
 @_command("build")
@@ -222,26 +225,85 @@ def inspect_command(out: Any, file: str, as_json: bool) -> None:
 @_output_file
 @click.option("--backend", metavar="NAME", help="tensorrt or tensorrt-rtx; default: what this machine can build with.")
 @click.option("--plugin", metavar="FILE", help="The plugin library; default: the one that moetrt was installed with.")
-@click.option("--no-plugin", is_flag=True, help="Build the unfused baseline: TensorRT's own layers for the same file.")
-@_shape_option("min", "Smallest sizes of each input with dynamic dimensions.")
+@click.option("--no-plugin", is_flag=True, help="Build the baseline: TensorRT's own layers for the same file.")
+@_shape_option("min", "Smallest sizes of the inputs; dimensions that are not named go from 1 to 256.")
 @_shape_option("opt", "Sizes that the engine is tuned for.")
 @_shape_option("max", "Largest sizes.")
-def build_command(out: Any, model: str, output: str, **options: Any) -> None:
+@click.option(
+    "--target", "targets", multiple=True, metavar="SM89", help="TensorRT-RTX alone: GPUs; default: SM80 and later."
+)
+def build_command(
+    out: Any,
+    model: str,
+    output: str,
+    backend: str | None,
+    plugin: str | None,
+    no_plugin: bool,
+    min_words: tuple[str, ...],
+    opt_words: tuple[str, ...],
+    max_words: tuple[str, ...],
+    targets: tuple[str, ...],
+) -> None:
     """Build a TensorRT engine from the mapped MODEL, its tails run by the plugin."""
-    build(out, model, output, **options)
+    if plugin and no_plugin:
+        raise InputError("--plugin and --no-plugin were both given; one of them is taken")
+    from moetrt.engine import build_engine
+
+    low, best, high = _shapes(min_words), _shapes(opt_words), _shapes(max_words)
+    profiles = {name: (low.get(name), best.get(name), high.get(name)) for name in {**low, **best, **high}}
+    with out.step("build") as step:
+        engine = build_engine(
+            model,
+            output,
+            backend=backend,
+            plugin_library=None if no_plugin else plugin or True,
+            profiles=profiles,
+            targets=targets,
+            progress=step.progress,
+        )
+        step.result = f"{engine.path}: {engine.backend} {engine.version}, {engine.layer_count} layers"
+        step.ok = no_plugin or bool(engine.plugin_layers)
+        step.details.append(f"plugin layers: {', '.join(engine.plugin_layers) or 'none'}")
+    for warning in engine.warnings:
+        out.line(f"warning: {warning}")
+    out.line(f"description: {engine.sidecar}")
+    if not no_plugin and not engine.plugin_layers:
+        raise Shortfall(f"no layer of '{output}' is the plugin's: '{model}' has no mapped tail (moetrt map makes them)")
 
 
 @_command("compare")
 @click.argument("model")
 @click.option("--against", required=True, metavar="SOURCE", help="The PyTorch model, as `moetrt export` takes it.")
+@_dtype_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
-@_shape_option("shape", "Sizes of the inputs; default: the source's example.")
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="As given to `moetrt export`.")
+@_shape_option("shapes", "Sizes of the inputs; default: those of the source's example.")
+@click.option("--engine", metavar="FILE", help="Run this engine too; needs a GPU.")
 def compare_command(
-    out: Any, model: str, against: str, seed: int, shape_shapes: tuple[str, ...], dtype: str | None
+    out: Any,
+    model: str,
+    against: str,
+    dtype: str | None,
+    seed: int,
+    shapes_words: tuple[str, ...],
+    engine: str | None,
 ) -> None:
     """Run MODEL in ONNX Runtime against the PyTorch SOURCE, both measured against float64."""
-    compare(out, model, against, seed, shape_shapes, dtype)
+    from moetrt.files import existing_file
+    from moetrt.parity import compare
+    from moetrt.source import load_source
+
+    shapes = _shapes(shapes_words)
+    existing_file(model, "ONNX model")
+    with out.step("compare") as step:
+        source = load_source(against, dtype=dtype)
+        report = compare(
+            model, source, seed=seed, sizes=source.sizes_of(shapes), engine_path=engine, progress=step.progress
+        )
+        step.ok = report.passed
+        step.result = "within tolerance" if report.passed else "DIFFERS"
+        step.details += report.lines()
+    if not report.passed:
+        raise Shortfall(f"'{model}' differs from {report.source}: {report.worst.lines()[0]}")
 
 
 @_command("demo")
