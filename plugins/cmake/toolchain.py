@@ -43,6 +43,7 @@ class ToolchainError(Exception):
 
 
 def main() -> int:
+    """Answers for one build; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, required=True, help="where fetched parts are kept")
     parser.add_argument("--output", type=Path, help="the CMake file to write; standard output when left out")
@@ -120,6 +121,7 @@ def nvcc_fault(nvcc: Path) -> str:
 
 
 def nvcc_version(nvcc: Path) -> tuple[int, int] | None:
+    """Returns (major, minor) of the CUDA release, None where the program does not say."""
     try:
         answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -201,15 +203,17 @@ def merge_wheel_folders(folder: Path, nvcc: Path) -> None:
 
 def find_headers(directory: Path) -> tuple[Path, tuple[int, int]]:
     """Returns the folder of NvInferRuntime.h and TensorRT's version there, fetching 10.14's when there is none."""
-    root = os.environ.get("TensorRT_ROOT", "").strip()
+    # Spelled as CMake spells it: <PackageName>_ROOT.
+    root = os.environ.get("TensorRT_ROOT", "").strip()  # noqa: SIM112
     if root:
         for folder in (Path(root) / "include", Path(root)):
             version = headers_version(folder)
-            if version is not None:
-                if version < OLDEST_TENSORRT:
-                    raise ToolchainError(f"TensorRT_ROOT is {root!r}, TensorRT {version[0]}.{version[1]}; 10.0 or later is taken")
+            if version is not None and version >= OLDEST_TENSORRT:
                 return folder, version
-        raise ToolchainError(f"TensorRT_ROOT is {root!r}, which has no include/NvInferRuntime.h; unset it or correct it")
+            if version is not None:
+                was = f"{version[0]}.{version[1]}"
+                raise ToolchainError(f"TensorRT_ROOT is {root!r}, TensorRT {was}; 10.0 or later is taken")
+        raise ToolchainError(f"TensorRT_ROOT is {root!r} and has no include/NvInferRuntime.h; correct it or unset it")
     for folder in system_include_folders():
         version = headers_version(folder)
         if version is not None and version >= OLDEST_TENSORRT:
@@ -222,9 +226,11 @@ def find_headers(directory: Path) -> tuple[Path, tuple[int, int]]:
 
 
 def system_include_folders() -> list[Path]:
-    named = [Path(entry) for entry in os.environ.get("CPATH", "").split(os.pathsep) if entry]
+    """Where a system's TensorRT has its headers."""
+    named = [entry for entry in os.environ.get("CPATH", "").split(os.pathsep) if entry]
     triplets = [f"/usr/include/{machine}-linux-gnu" for machine in ("x86_64", "aarch64")]
-    return named + [Path(entry) for entry in ("/usr/local/include", *triplets, "/usr/include", "/usr/local/tensorrt/include")]
+    fixed = ("/usr/local/include", *triplets, "/usr/include", "/usr/local/tensorrt/include")
+    return [Path(entry) for entry in (*named, *fixed)]
 
 
 def headers_version(folder: Path) -> tuple[int, int] | None:
@@ -276,7 +282,9 @@ def pip(*arguments: str, fetches: str, instead: str = "name one with MOETRT_NVCC
     if done.returncode == 0:
         return
     if "No module named pip" in done.stderr:
-        raise ToolchainError(f"{fetches} would be fetched with pip, which '{sys.executable}' lacks; install pip or {instead}")
+        raise ToolchainError(
+            f"{fetches} would be fetched with pip, which '{sys.executable}' lacks; install pip or {instead}"
+        )
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or done.stderr.splitlines()
     why = errors[-1].removeprefix("ERROR:").strip() if errors else f"pip ended with {done.returncode}"
     raise ToolchainError(f"{fetches} could not be fetched ({why}); {instead}, or make the package index reachable")

@@ -43,8 +43,7 @@ std::string was(const AttributeSpec& attribute, const std::string& value, const 
 
 /// Reads one field into `attributes`; returns what is wrong with it.
 std::string readField(const AttributeSpec& attribute, const PluginField& field, Attributes& attributes) {
-    const PluginFieldType wanted =
-        attribute.flag != nullptr ? PluginFieldType::kINT32 : PluginFieldType::kFLOAT32;
+    const PluginFieldType wanted = attribute.flag != nullptr ? PluginFieldType::kINT32 : PluginFieldType::kFLOAT32;
     if (field.type != wanted) {
         return was(attribute, typeName(field.type), typeName(wanted));
     }

@@ -38,9 +38,8 @@ Shape symbolicShape(const nvinfer1::DimsExprs& dims) {
     Shape shape;
     for (int32_t i = 0; i < dims.nbDims; ++i) {
         const nvinfer1::IDimensionExpr& expression = *dims.d[i];
-        shape.push_back(expression.isConstant()
-                            ? Extent{expression.getConstantValue(), expression.getConstantValue()}
-                            : Extent{});
+        shape.push_back(expression.isConstant() ? Extent{expression.getConstantValue(), expression.getConstantValue()}
+                                                : Extent{});
     }
     return shape;
 }
@@ -63,8 +62,8 @@ FinalizePlugin::FinalizePlugin(const OperatorSpec& spec, const Attributes& attri
         if (attribute.flag != nullptr) {
             fields_.emplace_back(attribute.name, &(attributes_.*attribute.flag), nvinfer1::PluginFieldType::kINT32, 1);
         } else {
-            fields_.emplace_back(attribute.name, &(attributes_.*attribute.number),
-                                 nvinfer1::PluginFieldType::kFLOAT32, 1);
+            fields_.emplace_back(attribute.name, &(attributes_.*attribute.number), nvinfer1::PluginFieldType::kFLOAT32,
+                                 1);
         }
     }
     serialized_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
@@ -118,9 +117,9 @@ Dims FinalizePlugin::outputDims(const Dims* inputs) const {
     return dims;
 }
 
-int32_t FinalizePlugin::getOutputShapes(const nvinfer1::DimsExprs* inputs, int32_t nbInputs,
-                                        const nvinfer1::DimsExprs*, int32_t, nvinfer1::DimsExprs* outputs,
-                                        int32_t nbOutputs, nvinfer1::IExprBuilder&) noexcept {
+int32_t FinalizePlugin::getOutputShapes(const nvinfer1::DimsExprs* inputs, int32_t nbInputs, const nvinfer1::DimsExprs*,
+                                        int32_t, nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
+                                        nvinfer1::IExprBuilder&) noexcept {
     if (!accept(checkInputCount(inputs_, nbInputs))) {
         return kRefused;
     }

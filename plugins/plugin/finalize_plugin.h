@@ -28,19 +28,18 @@ public:
     const char* getPluginNamespace() const noexcept override { return kNamespace; }
 
     int32_t getNbOutputs() const noexcept override { return static_cast<int32_t>(spec_.outputs.size()); }
-    int32_t getOutputDataTypes(nvinfer1::DataType* outputTypes, int32_t nbOutputs,
-                               const nvinfer1::DataType* inputTypes, int32_t nbInputs) const noexcept override;
-    int32_t getOutputShapes(const nvinfer1::DimsExprs* inputs, int32_t nbInputs,
-                            const nvinfer1::DimsExprs* shapeInputs, int32_t nbShapeInputs,
-                            nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
+    int32_t getOutputDataTypes(nvinfer1::DataType* outputTypes, int32_t nbOutputs, const nvinfer1::DataType* inputTypes,
+                               int32_t nbInputs) const noexcept override;
+    int32_t getOutputShapes(const nvinfer1::DimsExprs* inputs, int32_t nbInputs, const nvinfer1::DimsExprs* shapeInputs,
+                            int32_t nbShapeInputs, nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
                             nvinfer1::IExprBuilder& exprBuilder) noexcept override;
     bool supportsFormatCombination(int32_t pos, const nvinfer1::DynamicPluginTensorDesc* inOut, int32_t nbInputs,
                                    int32_t nbOutputs) noexcept override;
     int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc* in, int32_t nbInputs,
                             const nvinfer1::DynamicPluginTensorDesc* out, int32_t nbOutputs) noexcept override;
 
-    int32_t onShapeChange(const nvinfer1::PluginTensorDesc* in, int32_t nbInputs,
-                          const nvinfer1::PluginTensorDesc* out, int32_t nbOutputs) noexcept override;
+    int32_t onShapeChange(const nvinfer1::PluginTensorDesc* in, int32_t nbInputs, const nvinfer1::PluginTensorDesc* out,
+                          int32_t nbOutputs) noexcept override;
     int32_t enqueue(const nvinfer1::PluginTensorDesc* inputDesc, const nvinfer1::PluginTensorDesc* outputDesc,
                     const void* const* inputs, void* const* outputs, void* workspace,
                     cudaStream_t stream) noexcept override;

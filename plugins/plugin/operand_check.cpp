@@ -53,8 +53,7 @@ std::string checkRank(const InputSpec& input, const Shape& shape) {
     const std::string documented = std::string(", ") + input.shape + ",";
     switch (input.input) {
         case Input::kSharedOutput:
-        case Input::kResidual:
-            return shape.size() >= 2 ? "" : was(input, text(shape), "rank 2 or more" + documented);
+        case Input::kResidual: return shape.size() >= 2 ? "" : was(input, text(shape), "rank 2 or more" + documented);
         case Input::kGamma: return shape.size() == 1 ? "" : was(input, text(shape), "rank 1" + documented);
         default: return shape.size() == 2 ? "" : was(input, text(shape), "rank 2" + documented);
     }

@@ -14,11 +14,11 @@ constexpr InputSpec kSharedGate{Input::kSharedGate, "shared_gate", "[T, 1]", Dty
 constexpr InputSpec kResidual{Input::kResidual, "residual", "[..., H]", DtypeRule::kData, &Attributes::hasResidual};
 constexpr InputSpec kGamma{Input::kGamma, "gamma", "[H]", DtypeRule::kDataOrFloat, nullptr};
 
-constexpr AttributeSpec flag(const char* name, int32_t Attributes::*member) {
+constexpr AttributeSpec flag(const char* name, int32_t Attributes::* member) {
     return {name, member, nullptr, false, false};
 }
 
-constexpr AttributeSpec number(const char* name, float Attributes::*member) {
+constexpr AttributeSpec number(const char* name, float Attributes::* member) {
     return {name, nullptr, member, false, false};
 }
 

@@ -41,14 +41,14 @@ struct InputSpec {
     const char* name;
     const char* shape;
     DtypeRule dtype;
-    int32_t Attributes::*present;  ///< the has_* attribute; null for an input that is always there
+    int32_t Attributes::* present;  ///< the has_* attribute; null for an input that is always there
 };
 
 /// Exactly one of `flag` (an int32 field, 0 or 1) and `number` (a float32 field) is set.
 struct AttributeSpec {
     const char* name;
-    int32_t Attributes::*flag;
-    float Attributes::*number;
+    int32_t Attributes::* flag;
+    float Attributes::* number;
     bool nonNegative;
     bool zeroOrOne;
 };

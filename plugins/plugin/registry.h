@@ -26,7 +26,8 @@ public:
     bool has(nvinfer1::IPluginCreatorV3One& creator) const {
         using GetAllCreators = nvinfer1::IPluginCreatorInterface* const* (*)(const void*, int32_t*);
         int32_t count = 0;
-        nvinfer1::IPluginCreatorInterface* const* const all = slot<GetAllCreators>(slots_.getAllCreators)(object_, &count);
+        nvinfer1::IPluginCreatorInterface* const* const all =
+            slot<GetAllCreators>(slots_.getAllCreators)(object_, &count);
         return std::any_of(all, all + count, [&](nvinfer1::IPluginCreatorInterface* other) {
             if (std::string_view(other->getInterfaceInfo().kind) != creator.getInterfaceInfo().kind) {
                 return false;

@@ -31,8 +31,8 @@ std::vector<TensorRTLibrary> loadedTensorRTLibraries();
 
 /// Opens a TensorRT library where none is loaded: the file that MOETRT_TENSORRT_LIBRARY names, else what is found by
 /// soname on the linker's path and then in Python's packages. TensorRT-RTX alone is looked for where
-/// POLYGRAPHY_USE_TENSORRT_RTX is set; elsewhere full TensorRT comes first, and where there is none both TensorRT-RTX and
-/// the lean runtime are opened. Returns whether one was opened.
+/// POLYGRAPHY_USE_TENSORRT_RTX is set; elsewhere full TensorRT comes first, and where there is none both TensorRT-RTX
+/// and the lean runtime are opened. Returns whether one was opened.
 bool openTensorRTLibrary();
 
 /// The path of the library that holds the class of `object`, a polymorphic object; "" where it cannot be told.
