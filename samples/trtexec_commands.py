@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from moetrt import trtexec
-from moetrt.library import library_path
+from moetrt.library import find_plugin_library
 
 # Input name -> smallest, most common and largest sizes.
 PROFILE = {"input_ids": ((1, 1), (1, 16), (4, 64))}
@@ -19,7 +19,7 @@ MEASURED = {"input_ids": (1, 16)}
 
 def main(model: Path) -> None:
     """Prints the commands."""
-    library = library_path()
+    library = find_plugin_library()
     for tool in trtexec.TOOLS.values():
         print(f"\n# {tool.title}")
         for name, plugin in (("plugin", library), ("baseline", None)):

@@ -15,6 +15,6 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 @pytest.fixture(scope="session")
 def plugin_library() -> Path:
     """The path of the built libmoetrt_plugins.so."""
-    from moetrt.library import library_path
+    from moetrt.library import find_plugin_library
 
-    return library_path()
+    return find_plugin_library()

@@ -263,7 +263,8 @@ def build_command(
         )
         step.result = f"{engine.path}: {engine.backend} {engine.version}, {engine.layer_count} layers"
         step.ok = no_plugin or bool(engine.plugin_layers)
-        step.details.append(f"plugin layers: {', '.join(engine.plugin_layers) or 'none'}")
+        step.details.append(f"plugin layers: {len(engine.plugin_layers)}")
+        step.details += [f"  {layer}" for layer in engine.plugin_layers]
     for warning in engine.warnings:
         out.line(f"warning: {warning}")
     out.line(f"description: {engine.sidecar}")
@@ -330,9 +331,9 @@ def doctor_command(out: Any, build_library: bool, as_json: bool) -> None:
         click.echo(json.dumps([check.as_dict() for check in checks], indent=2))
     else:
         for check in checks:
-            out.line(f"{check.status:<8}{check.name:<22}{check.detail}")
+            out.line(f"{check.status:<8}{check.name}: {check.detail}")
             if check.remedy:
-                out.line(f"{'':<30}-> {check.remedy}")
+                out.line(f"{'':<8}-> {check.remedy}")
     missing = [check.name for check in checks if check.status == "missing" and check.needed]
     if missing:
         raise Shortfall(f"missing: {', '.join(missing)}")
