@@ -124,8 +124,7 @@ __device__ __forceinline__ Pack<float, N> toFloats(const Pack<T, N>& pack) {
 /// data[index] as fp32, where data's dtype is float or A.
 template <typename A>
 __device__ __forceinline__ float loadScalar(const void* data, int32_t dtype, int64_t index) {
-    return dtype == MOETRT_FLOAT ? static_cast<const float*>(data)[index]
-                                 : toFloat(static_cast<const A*>(data)[index]);
+    return dtype == MOETRT_FLOAT ? static_cast<const float*>(data)[index] : toFloat(static_cast<const A*>(data)[index]);
 }
 
 /// What shared_output is multiplied by: sigmoid of the token's gate logit, 1 without a gate.
@@ -153,8 +152,7 @@ __device__ __forceinline__ void stageRoutes(const moetrt_moe_finalize_params& p,
                 p.expanded_idx_to_permuted_idx == nullptr ? route : p.expanded_idx_to_permuted_idx[route];
             if (row >= 0 && row < p.num_rows) {
                 offset = row * p.row_stride;
-                weight =
-                    p.apply_expert_weights != 0 ? loadScalar<A>(p.expert_weights, p.weights_dtype, route) : 1.0F;
+                weight = p.apply_expert_weights != 0 ? loadScalar<A>(p.expert_weights, p.weights_dtype, route) : 1.0F;
             } else if (row != -1) {
                 weight = nanf("");
             }
@@ -287,10 +285,9 @@ __global__ void __launch_bounds__(kMaxThreads) moeFinalizeKernel(const moetrt_mo
             if (base < lastTile) {
                 hidden[v] = toFloats(loadPack<kWide, N, A>(p.residual_out, index, count));
             }
-            const Pack<float, N> gamma =
-                p.gamma_dtype == MOETRT_FLOAT
-                    ? loadPack<kWide, N, float>(p.gamma, base + column, count)
-                    : toFloats(loadPack<kWide, N, A>(p.gamma, base + column, count));
+            const Pack<float, N> gamma = p.gamma_dtype == MOETRT_FLOAT
+                                             ? loadPack<kWide, N, float>(p.gamma, base + column, count)
+                                             : toFloats(loadPack<kWide, N, A>(p.gamma, base + column, count));
             Pack<A, N> normed;
 #pragma unroll
             for (int n = 0; n < N; ++n) {

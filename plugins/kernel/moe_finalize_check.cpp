@@ -71,11 +71,6 @@ std::string checkSizes(const moetrt_moe_finalize_params& p) {
         return refusal("row_stride", std::to_string(p.row_stride),
                        "hidden_size (" + std::to_string(p.hidden_size) + ") or more");
     }
-    const int64_t routes = p.num_tokens * p.top_k;
-    if (p.expanded_idx_to_permuted_idx == nullptr && p.num_rows != routes) {
-        return refusal("num_rows", std::to_string(p.num_rows),
-                       "num_tokens * top_k (" + std::to_string(routes) + ") without expanded_idx_to_permuted_idx");
-    }
     int64_t bytes = 0;
     if (!arrayBytes(p.num_rows, p.row_stride, sizeOf(MOETRT_FLOAT), bytes) ||
         !arrayBytes(p.num_tokens, p.hidden_size, sizeOf(MOETRT_FLOAT), bytes)) {
@@ -147,6 +142,11 @@ std::string checkAttributes(const moetrt_moe_finalize_params& p) {
 }
 
 std::string checkOperandsGiven(const moetrt_moe_finalize_params& p) {
+    const int64_t routes = p.num_tokens * p.top_k;
+    if (p.expanded_idx_to_permuted_idx == nullptr && p.num_rows != routes) {
+        return refusal("num_rows", std::to_string(p.num_rows),
+                       "num_tokens * top_k (" + std::to_string(routes) + ") without expanded_idx_to_permuted_idx");
+    }
     if (p.shared_gate != nullptr && p.shared_output == nullptr) {
         return "shared_gate is given without shared_output, which it multiplies";
     }

@@ -1,0 +1,105 @@
+"""Builds the kernel's own source for the host: a library for ctypes, and a case runner per sanitizer.
+
+Objects lie under build/host, named by a hash of all they are made from, so that nothing is compiled twice.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+KERNEL = ROOT / "plugins" / "kernel"
+INCLUDE = ROOT / "plugins" / "include"
+SIMULATOR = HERE / "sim"
+BUILD = ROOT / "build" / "host"
+
+COMMON_FLAGS = ("-std=c++20", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Flags of one build. The simulator takes ``defines`` alone: it must not be instrumented."""
+
+    name: str
+    optimisation: str
+    instrumentation: tuple[str, ...] = ()
+    defines: tuple[str, ...] = ()
+
+
+PLAIN = Variant("plain", "-O2")
+ADDRESS = Variant(
+    "address",
+    "-O1",
+    ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+    ("-DGPUSIM_ASAN",),
+)
+THREAD = Variant("thread", "-O1", ("-fsanitize=thread",), ("-DGPUSIM_TSAN",))
+
+
+def build_library(kernel: Path = KERNEL) -> Path:
+    """The shared library with the C interface of moetrt/moe_finalize.h."""
+    return _link(PLAIN, [*_core(PLAIN, kernel), HERE / "host_library.cpp"], kernel, "-shared", ".so")
+
+
+def build_runner(variant: Variant, kernel: Path = KERNEL) -> Path:
+    """The executable that runs files of cases (case_runner.cpp)."""
+    sources = [*_core(variant, kernel), HERE / "host_library.cpp", HERE / "case_runner.cpp"]
+    return _link(variant, sources, kernel, "-pie", "")
+
+
+def changed_kernel(directory: Path, old: str, new: str) -> Path:
+    """A copy of plugins/kernel in which ``old``, which moe_finalize.cuh must hold exactly once, is ``new``."""
+    copy = directory / "kernel"
+    shutil.copytree(KERNEL, copy)
+    source = copy / "moe_finalize.cuh"
+    text = source.read_text()
+    assert text.count(old) == 1, f"moe_finalize.cuh holds {old!r} {text.count(old)} times: this test needs a new place"
+    source.write_text(text.replace(old, new))
+    return copy
+
+
+def _core(variant: Variant, kernel: Path) -> list[Path]:
+    return [kernel / "moe_finalize.cu", kernel / "moe_finalize_check.cpp", SIMULATOR / "simulator.cpp"]
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def _link(variant: Variant, sources: list[Path], kernel: Path, kind: str, suffix: str) -> Path:
+    objects = [_compile(variant, source, kernel) for source in sources]
+    command = [_compiler(), kind, *variant.instrumentation, *map(str, objects)]
+    return _cached(command, [], suffix)
+
+
+def _compile(variant: Variant, source: Path, kernel: Path) -> Path:
+    flags = [*COMMON_FLAGS, variant.optimisation, *variant.defines]
+    if source.parent != SIMULATOR:
+        flags += variant.instrumentation
+    headers = [path for folder in (SIMULATOR, kernel, INCLUDE) for path in folder.rglob("*") if path.is_file()]
+    folders = [f"-I{folder}" for folder in (SIMULATOR, INCLUDE, kernel)]
+    return _cached([_compiler(), *flags, *folders, "-x", "c++", "-c", str(source)], [source, *headers], ".o")
+
+
+def _cached(command: list[str], inputs: list[Path], suffix: str) -> Path:
+    """Runs ``command`` with ``-o`` to a file that is named by the command and its inputs, unless the file is there."""
+    key = hashlib.sha256("\0".join(command).encode())
+    for path in sorted(inputs):
+        key.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    BUILD.mkdir(parents=True, exist_ok=True)
+    target = BUILD / (key.hexdigest()[:24] + suffix)
+    if not target.exists():
+        handle, unfinished = tempfile.mkstemp(dir=BUILD, suffix=".unfinished")
+        os.close(handle)
+        try:
+            done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+            os.replace(unfinished, target)
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
+    return target

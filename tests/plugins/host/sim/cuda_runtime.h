@@ -1,0 +1,76 @@
+// CUDA C++ as the kernel speaks it, on the simulator: compiles the kernel's source with a host compiler as it stands.
+#ifndef MOETRT_TESTS_HOST_CUDA_RUNTIME_H
+#define MOETRT_TESTS_HOST_CUDA_RUNTIME_H
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda_runtime_api.h"
+#include "simulator.h"
+
+#define __device__
+#define __global__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+
+/// `__shared__ type name[count]` for a memory that each CTA has of its own.
+#define MOETRT_SHARED_ARRAY(type, name, count) \
+    auto& name = *static_cast<type(*)[count]>( \
+        gpusim::sharedArray(sizeof(type) * (count), alignof(type), gpusim::Location::current()))
+
+// Objects, not macros: `x` stays usable as a name.
+namespace gpusim {
+template <unsigned (*kValue)()>
+struct Index {
+    struct {
+        operator unsigned() const { return kValue(); }
+    } x;
+};
+}  // namespace gpusim
+
+inline constexpr gpusim::Index<gpusim::threadIndex> threadIdx = {};
+inline constexpr gpusim::Index<gpusim::blockIndex> blockIdx = {};
+inline constexpr gpusim::Index<gpusim::blockSize> blockDim = {};
+inline constexpr gpusim::Index<gpusim::gridSize> gridDim = {};
+
+inline void __syncthreads(const gpusim::Location& where = gpusim::Location::current()) {
+    gpusim::blockBarrier(where);
+}
+
+inline void __syncwarp(uint32_t mask = 0xffffffffU, const gpusim::Location& where = gpusim::Location::current()) {
+    gpusim::warpBarrier(mask, where);
+}
+
+template <typename T>
+T __shfl_xor_sync(uint32_t mask, T value, int laneMask, const gpusim::Location& where = gpusim::Location::current()) {
+    return std::bit_cast<T>(gpusim::shuffleXor(mask, std::bit_cast<uint32_t>(value), laneMask, where));
+}
+
+struct dim3 {
+    unsigned x = 1;
+    unsigned y = 1;
+    unsigned z = 1;
+    constexpr dim3(unsigned x = 1) : x(x) {}
+};
+
+struct cudaLaunchConfig_t {
+    dim3 gridDim;
+    dim3 blockDim;
+    size_t dynamicSmemBytes = 0;
+    cudaStream_t stream = nullptr;
+};
+
+/// Runs the kernel to its end before it returns.
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
+    if (config->dynamicSmemBytes != 0) {
+        return cudaErrorInvalidValue;
+    }
+    const std::string failure = gpusim::launch(config->gridDim.x, config->blockDim.x, [&] { kernel(arguments...); });
+    return failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
+}
+
+#endif
