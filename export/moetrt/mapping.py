@@ -482,12 +482,16 @@ def _detach(node: ir.Node) -> None:
 
 
 def _scope(node: ir.Node) -> str:
-    """The module that a node comes from, as torch.onnx notes it, else the node's name."""
+    """The module that a node comes from, as capture or torch.onnx notes it, else the node's name."""
+    module = node.metadata_props.get("module")
+    if module:
+        return module
     text = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
     scopes = [part.strip(" '\"") for part in text.strip("[]").split(",")]
     if len(scopes) > 1 and scopes[-2]:
         return scopes[-2]
-    return node.name or node.outputs[0].name or node.op_type
+    name = node.name or node.outputs[0].name or node.op_type
+    return name.removesuffix(f"/{node.op_type}")
 
 
 def _name_of(seed: Seed) -> str:
