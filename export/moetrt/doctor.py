@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -119,6 +120,21 @@ def _compilers() -> Iterator[Check]:
         yield Check("nvcc", "ok", f"{release[0] if release else 'unknown release'} ({nvcc})", needed=False)
     else:
         yield Check("nvcc", "none", "not on PATH; fetched as packages when the library is built", needed=False)
+    header = next(
+        (folder / "NvInferRuntime.h" for folder in _header_folders() if (folder / "NvInferRuntime.h").is_file()), None
+    )
+    if header:
+        yield Check("TensorRT headers", "ok", str(header), needed=False)
+    else:
+        yield Check(
+            "TensorRT headers", "none", "not found; fetched as a package when the library is built", needed=False
+        )
+
+
+def _header_folders() -> list[Path]:
+    root = os.environ.get("TensorRT_ROOT")
+    system = ["/usr/local/include", f"/usr/include/{platform.machine()}-linux-gnu", "/usr/include"]
+    return ([Path(root), Path(root, "include")] if root else []) + [Path(folder) for folder in system]
 
 
 def _library() -> tuple[Path | None, Check]:
