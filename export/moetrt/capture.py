@@ -1,10 +1,10 @@
-"""A PyTorch module becomes an ONNX file: torch.onnx does the translation, and what it leaves untidy is put right here."""
+"""A PyTorch module becomes an ONNX file: torch.onnx translates, and what it leaves untidy is put right here."""
 
+import io
 import os
 from ast import literal_eval
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,13 @@ import onnx_ir as ir
 import torch
 
 from moetrt.errors import InputError, MoetrtError
+from moetrt.experts import deferred_finalize
 from moetrt.files import output_directory
-from moetrt.huggingface import deferred_finalize
+from moetrt.huggingface import CausalLM
 from moetrt.onnx_files import save_model
 from moetrt.onnx_op import attach_functions, operator_of, translation_table
 from moetrt.quiet import quiet
-from moetrt.source import CausalLM, FlatModule, Source, check_dynamic, first_sentence
+from moetrt.source import FlatModule, Source, check_dynamic, first_sentence
 
 MODEL_FILE = "model.onnx"
 """The file's name in the folder; its weights lie beside it in ``model.onnx.data``."""
@@ -112,11 +113,11 @@ def capture(
 
     Args:
         source: the model.
-        opset: version of the standard ONNX operators; above 22, torch writes attention and rotary embedding in operators
+        opset: version of the standard ONNX operators; from 23, torch writes attention and rotary embedding as operators
             that TensorRT does not take for every model.
         dynamic: True: the source's own dynamic dimensions; False: none; or symbols by input and dimension,
             ``{"input_ids": {0: "batch", 1: "seq"}}``.
-        experts: the form of the expert GEMMs in Transformers models, see `moetrt.huggingface.EXPERTS_FORMS`.
+        experts: the form of the expert GEMMs in Transformers models, see `moetrt.experts.EXPERTS_FORMS`.
         progress: called with a few words at each step.
 
     Returns:
@@ -182,7 +183,8 @@ def _translate(source: Source, dynamic: Mapping[str, Mapping[int, str]], opset: 
     shapes = tuple(dict(dynamic.get(name, {})) for name in source.input_names)
     entry = _Entry(source.module)
     entry.training = False
-    with torch.no_grad():
+    # When tracing fails, torch prints the graph so far to stderr, which need not be what is at fault.
+    with torch.no_grad(), redirect_stderr(io.StringIO()):
         program = torch.onnx.export(
             entry,
             tuple(source.example_inputs.values()),

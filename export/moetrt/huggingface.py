@@ -1,138 +1,136 @@
-"""Transformers' MoE layers made to end in the operator: experts implementations of ours, set while a model is exported.
+"""Transformers models as sources: a folder or a model in memory, token ids going in and logits coming out."""
 
-Transformers lets an implementation replace an experts module's forward. What arrives there is the contract's own data:
-tokens, chosen experts and their weights. The implementations here run GEMM1, activation and GEMM2 in a form that ONNX
-has operators for, leave the rows unweighted, and end in ``moetrt::moe_finalize_add``.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-import moetrt.torch_op  # noqa: F401  (registers the operator)
-from moetrt.errors import InputError
-
-EXPERTS_FORMS = ("gathered", "dense")
-"""How the expert GEMMs of a Transformers model are written down; ONNX has no grouped GEMM.
-
-``gathered`` copies the weights of each route's expert and multiplies one row with each copy: no needless arithmetic, but
-``T * K`` copies of an expert's weights lie in memory, so it suits decode steps and short prompts. ``dense`` multiplies
-every token with every expert and lets the map pick the rows: the weights are read once and memory grows by ``E`` rows a
-token, at ``E / K`` times the arithmetic; it suits long prompts.
-"""
+from moetrt.errors import InputError, MoetrtError
+from moetrt.experts import experts_modules
+from moetrt.quiet import quiet
+from moetrt.source import Source, first_sentence
 
 
-def experts_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The experts modules in ``module`` whose implementation can be replaced, by name; one for each MoE layer."""
-    # Transformers' decorator for experts classes sets these on every instance.
-    marks = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert_parallel")
-    return {name: child for name, child in module.named_modules() if all(hasattr(child, mark) for mark in marks)}
+class CausalLM(torch.nn.Module):
+    """A Transformers model from token ids ``[batch, seq]`` to logits ``[batch, seq, vocabulary]``, without a cache."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.module(input_ids=input_ids, use_cache=False, return_dict=True).logits
+        return logits
 
 
-@contextmanager
-def deferred_finalize(module: torch.nn.Module, form: str = "gathered") -> Iterator[None]:
-    """While the block runs, the Transformers models in ``module`` end their MoE layers in ``moetrt::moe_finalize_add``.
-
-    Args:
-        module: a Transformers model, or a module that holds some; nothing happens where it holds none.
-        form: one of ``EXPERTS_FORMS``.
+def causal_lm(model: Any) -> Source:
+    """The source that a Transformers causal language model is; batch and sequence are dynamic.
 
     Raises:
-        InputError: an unknown form, or experts that are spread over ranks.
+        InputError: it has no MoE, or its experts take no implementation from outside.
     """
-    if form not in EXPERTS_FORMS:
-        raise InputError(f"the experts form was '{form}'; {' or '.join(EXPERTS_FORMS)} is taken")
-    for name, experts in experts_modules(module).items():
-        if experts._is_expert_parallel:
-            raise InputError(f"the experts of '{name}' are spread over ranks; a model loaded on one rank is taken")
-    before = [(model, model.get_experts_implementation()) for model in _models(module) if experts_modules(model)]
+    tails = _check_moe(model)
+    vocabulary = model.config.get_text_config().vocab_size
+
+    def draw(seed: int, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (sizes["batch"], sizes["seq"])
+        return {"input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
+
+    return Source(
+        module=CausalLM(model),
+        example_inputs=draw(0, {"batch": 2, "seq": 8}),
+        dynamic_shapes={"input_ids": {0: "batch", 1: "seq"}},
+        output_names=("logits",),
+        tails_expected=tails,
+        description=type(model).__name__,
+        random_inputs=draw,
+    )
+
+
+def _check_moe(model: Any) -> int:
+    """How many MoE layers the model has."""
+    found = experts_modules(model)
+    if not found:
+        name = type(model).__name__
+        config = model.config.get_text_config()
+        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        if any(getattr(config, count, None) for count in counts):
+            raise InputError(f"the experts of {name} take no experts implementation, so its tails cannot be captured")
+        raise InputError(f"{name} is a model without MoE; a model with experts is taken")
+    return len(found)
+
+
+def from_folder(folder: Path, dtype: torch.dtype | None) -> Source:
+    """Loads ``config.json`` and ``*.safetensors``, and nothing else: no network, no code from the folder.
+
+    Raises:
+        InputError: one line that says what is wrong with the folder.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise InputError(f"source folder '{folder}' has no config.json; a Hugging Face model folder is taken")
     try:
-        for model, _ in before:
-            model.set_experts_implementation(f"moetrt_{form}")
-        yield
-    finally:
-        for model, implementation in before:
-            model.set_experts_implementation(implementation)
+        with quiet():
+            config = _config(folder)
+            # Whether there is a MoE is known before gigabytes are read.
+            _check_moe(_skeleton(folder, config))
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype or "auto",
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                # Reported below: Transformers would print a table and raise a reference to it.
+                ignore_mismatched_sizes=True,
+            )
+    except MoetrtError:
+        raise
+    except Exception as error:  # what the parts of Transformers raise for a broken folder has no common type
+        raise InputError(f"source folder '{folder}' was not loaded: {first_sentence(error)}") from error
+    name = type(model).__name__
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        raise InputError(
+            f"source folder '{folder}': its weights have {key} as {list(stored)}, {name} by its config.json "
+            f"takes {list(wanted)}"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InputError(
+            f"source folder '{folder}': its weights lack {len(missing)} tensors of {name}, such as {missing[0]}"
+        )
+    return causal_lm(model.eval())
 
 
-def _models(module: torch.nn.Module) -> list[PreTrainedModel]:
-    """The outermost Transformers models in ``module``; setting one sets the models inside it."""
-    if isinstance(module, PreTrainedModel):
-        return [module]
-    return [model for child in module.children() for model in _models(child)]
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise InputError(
+            f"source folder '{folder}' brings model code of its own, which is not run; load the model in a factory "
+            "and name that: 'package.module:factory'"
+        ) from error
 
 
-def _gathered(
-    experts: torch.nn.Module, tokens: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """One row a route, in the order of the routes: the map is the identity, and is left out.
+def _skeleton(folder: Path, config: Any) -> Any:
+    """The model without memory for its weights."""
+    import transformers
 
-    Args:
-        experts: the experts module: weights ``[E, out, in]``, or ``[E, in, out]`` where ``is_transposed``.
-        tokens: ``[T, H]``.
-        top_k_index: ``[T, K]``, the chosen experts.
-        top_k_weights: ``[T, K]``, their weights.
-
-    Returns:
-        ``[T, H]``, the dtype of ``tokens``.
-    """
-    chosen = top_k_index.reshape(-1)
-    top_k = top_k_index.shape[1]
-    rows = tokens.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, tokens.shape[1])
-
-    def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
-        # index_select becomes ONNX Gather; indexing by a tensor would become GatherND on a copy of the weights.
-        weight = getattr(experts, name).index_select(0, chosen)
-        if experts.is_transposed:
-            out = torch.bmm(rows.unsqueeze(1), weight).squeeze(1)
-        else:
-            out = torch.bmm(weight, rows.unsqueeze(2)).squeeze(2)
-        return out + getattr(experts, f"{name}_bias").index_select(0, chosen) if experts.has_bias else out
-
-    return _finalize(_mlp(experts, rows, linear), top_k_weights, None)
-
-
-def _dense(
-    experts: torch.nn.Module, tokens: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Every token through every expert: row ``e*T + t``, and the map names the rows of the chosen experts.
-
-    Arguments and result as of ``_gathered``.
-    """
-    count = tokens.shape[0]
-
-    def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
-        # The weights stay the left operand as they are stored: a transposed copy of them would be written to the file.
-        weight = getattr(experts, name)
-        if experts.is_transposed:
-            out = torch.matmul(rows, weight)
-        else:
-            out = torch.matmul(weight, rows.transpose(1, 2)).transpose(1, 2)
-        return out + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else out
-
-    every = _mlp(experts, tokens.unsqueeze(0).expand(experts.num_experts, -1, -1), linear)
-    index = top_k_index * count + torch.arange(count, device=tokens.device).unsqueeze(1)
-    return _finalize(every.reshape(-1, every.shape[-1]), top_k_weights, index.to(torch.int32))
-
-
-def _mlp(experts: torch.nn.Module, rows: torch.Tensor, linear) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """GEMM1, activation and GEMM2, ``linear(rows, name of the weight)`` being the GEMM."""
-    if experts.has_gate:
-        inner = experts._apply_gate(linear(rows, "gate_up_proj"))
-    else:
-        inner = experts.act_fn(linear(rows, "up_proj"))
-    out = linear(inner, "down_proj")
-    return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
-
-
-def _finalize(rows: torch.Tensor, weights: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    if weights.dtype != rows.dtype:
-        weights = weights.float()
-    return torch.ops.moetrt.moe_finalize_add(rows, weights, index, None, None)
-
-
-for _form, _implementation in zip(EXPERTS_FORMS, (_gathered, _dense), strict=True):
-    ALL_EXPERTS_FUNCTIONS.register(f"moetrt_{_form}", _implementation)
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise InputError(
+            f"source folder '{folder}': Transformers {transformers.__version__} has no causal language model of type "
+            f"'{config.model_type}'"
+        ) from error

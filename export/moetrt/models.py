@@ -1,7 +1,7 @@
 """The demonstration's model: DeepSeek-V3's architecture in Transformers' own classes, small, with random weights."""
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 def deepseek_v3() -> PreTrainedModel:
@@ -35,16 +35,16 @@ def deepseek_v3() -> PreTrainedModel:
     return randomized(DeepseekV3ForCausalLM, config)
 
 
-def randomized(model_class: type[PreTrainedModel], config: object, seed: int = 0) -> PreTrainedModel:
+def randomized(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model with random weights, the same for the same seed.
 
-    Norm weights and routing biases, which a fresh model has all equal, are made uneven: a graph that took one layer's for
-    another's would otherwise give the right numbers.
+    Norm weights and routing biases, which a fresh model has all equal, are made uneven: a graph that took one layer's
+    for another's would otherwise give the right numbers.
     """
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = model_class(config).eval()  # type: ignore[arg-type]
+        model = model_class(config).eval()
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
                 if name.endswith("norm.weight"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from moetrt.errors import InputError, InputTypeError, MoetrtError
+from moetrt.nested import flatten, names_of
 from moetrt.quiet import quiet
 
 DTYPES = {
@@ -37,8 +39,8 @@ class Source:
             tensors, in the order of ``output_names``.
         example_inputs: tensors by name: what the graph is traced with, and whose dtypes and ranks it keeps. A dimension
             that is to be dynamic must be at least 2 here.
-        dynamic_shapes: for an input, its dynamic dimensions and their symbols: ``{"input_ids": {0: "batch", 1: "seq"}}``.
-            Equal symbols are equal sizes.
+        dynamic_shapes: the symbols of an input's dynamic dimensions, ``{"input_ids": {0: "batch", 1: "seq"}}``. Equal
+            symbols are equal sizes.
         output_names: one for each output.
         tails_expected: how many MoE layers end in a tail, as far as the model itself says; None where it does not.
         description: the model in a few words, for messages.
@@ -162,8 +164,8 @@ def load_source(text: str, *, dtype: str | torch.dtype | None = None) -> Source:
         text: a Hugging Face folder (``config.json`` and ``*.safetensors`` of a causal language model), or
             ``package.module:factory``: a function without arguments, importable from the current folder or the
             installation, that returns what `as_source` takes.
-        dtype: what the weights become, such as ``"bf16"``; as they are where None. Parts that a Transformers model keeps
-            in float32 stay so. With a module, its floating-point example inputs follow.
+        dtype: what the weights become, such as ``"bf16"``; as they are where None. What a Transformers model keeps in
+            float32 stays so. With a module, its floating-point example inputs follow.
 
     Raises:
         InputError, InputTypeError: one line that says what was wrong with the folder or the factory.
@@ -171,7 +173,9 @@ def load_source(text: str, *, dtype: str | torch.dtype | None = None) -> Source:
     chosen = _dtype(dtype)
     path = Path(text)
     if path.is_dir():
-        return _from_folder(path, chosen)
+        from moetrt.huggingface import from_folder
+
+        return from_folder(path, chosen)
     if path.exists():
         raise InputError(f"source '{text}' is a file; {_TAKEN}")
     module_name, colon, attribute = text.partition(":")
@@ -197,8 +201,9 @@ def as_source(value: Any, where: str = "the model") -> Source:
     Args:
         value: a Transformers causal language model (``input_ids`` go in, ``logits`` come out, batch and sequence are
             dynamic); a `Source`, which is returned as it is; or ``(module, example_inputs)``: a tensor, a tuple for
-            positional or a dict for keyword arguments, in which dataclasses, tuples, lists and dicts of tensors may lie
-            (every dimension is then fixed until dynamic ones are named).
+            positional or a dict for keyword arguments, with dataclasses, tuples, lists and dicts of tensors in it. An
+            input is named after its parameter or field. Every dimension is fixed, but for those that a third entry
+            names: ``{"residual": {0: "tokens"}}``.
         where: what to call it in messages.
 
     Raises:
@@ -207,108 +212,26 @@ def as_source(value: Any, where: str = "the model") -> Source:
     """
     from transformers import PreTrainedModel
 
+    from moetrt.huggingface import causal_lm
+
     if isinstance(value, Source):
         return value
     if isinstance(value, PreTrainedModel):
-        return _causal_lm(value)
-    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], torch.nn.Module):
-        return _module_source(value[0], value[1], where)
+        return causal_lm(value)
+    if _is_module_with_inputs(value):
+        return _module_source(*value, where=where)
     if isinstance(value, torch.nn.Module):
         raise InputTypeError(
-            f"{where} gave a {type(value).__name__} without inputs; (module, example_inputs) is taken for a module"
+            f"{where} gave the module {type(value).__name__} without inputs; (module, example_inputs) is taken"
         )
     raise InputTypeError(
-        f"{where} gave a {type(value).__name__}; a Transformers model, a moetrt.Source or (module, example_inputs) is taken"
+        f"{where} gave an object of type {type(value).__name__}; a Transformers model, a moetrt.source.Source or "
+        "(module, example_inputs) is taken"
     )
 
 
-# ----------------------------------------------------------------------------------------------- Hugging Face models
-
-
-class CausalLM(torch.nn.Module):
-    """A Transformers model from token ids ``[batch, seq]`` to logits ``[batch, seq, vocabulary]``, without a cache."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = model
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.module(input_ids=input_ids, use_cache=False, return_dict=True).logits
-        return logits
-
-
-def _causal_lm(model: Any) -> Source:
-    tails = len(_check_moe(model))
-    vocabulary = model.config.get_text_config().vocab_size
-
-    def draw(seed: int, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (sizes["batch"], sizes["seq"])
-        return {"input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
-
-    return Source(
-        module=CausalLM(model),
-        example_inputs=draw(0, {"batch": 2, "seq": 8}),
-        dynamic_shapes={"input_ids": {0: "batch", 1: "seq"}},
-        output_names=("logits",),
-        tails_expected=tails,
-        description=type(model).__name__,
-        random_inputs=draw,
-    )
-
-
-def _check_moe(model: Any) -> dict[str, torch.nn.Module]:
-    from moetrt.huggingface import experts_modules
-
-    found = experts_modules(model)
-    if not found:
-        name = type(model).__name__
-        config = model.config.get_text_config()
-        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        if any(getattr(config, count, None) for count in counts):
-            raise InputError(f"the experts of {name} take no experts implementation, so its tails cannot be captured")
-        raise InputError(f"{name} is a model without MoE; a model with experts is taken")
-    return found
-
-
-def _from_folder(folder: Path, dtype: torch.dtype | None) -> Source:
-    import safetensors
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if not (folder / "config.json").is_file():
-        raise InputError(f"source folder '{folder}' has no config.json; a Hugging Face model folder is taken")
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            with torch.device("meta"):
-                # Whether there is a MoE is known before gigabytes are read.
-                skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            _check_moe(skeleton)
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype or "auto",
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except MoetrtError:
-        raise
-    except KeyError as error:
-        raise InputError(f"source folder '{folder}': its config.json lacks {error}") from error
-    except (OSError, ValueError, RuntimeError, ImportError, safetensors.SafetensorError) as error:
-        raise InputError(f"source folder '{folder}' was not loaded: {first_sentence(error)}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise InputError(
-            f"source folder '{folder}': its weights lack {len(missing)} tensors of {type(model).__name__}, "
-            f"such as {missing[0]}"
-        )
-    return _causal_lm(model.eval())
-
-
-# -------------------------------------------------------------------------------------------------------- factories
+def _is_module_with_inputs(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) in (2, 3) and isinstance(value[0], torch.nn.Module)
 
 
 @contextmanager
@@ -324,7 +247,7 @@ def _current_folder_importable() -> Iterator[None]:
 
 def _from_factory(module_name: str, attribute: str) -> Any:
     text = f"{module_name}:{attribute}"
-    with _current_folder_importable():
+    with _current_folder_importable(), quiet():
         try:
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -342,7 +265,9 @@ def _from_factory(module_name: str, attribute: str) -> Any:
         if isinstance(found, Source):
             return found
         if not callable(found) or isinstance(found, torch.nn.Module):
-            raise InputTypeError(f"source '{text}' is a {type(found).__name__}; a function without arguments is taken")
+            raise InputTypeError(
+                f"source '{text}' is of type {type(found).__name__}; a function without arguments is taken"
+            )
         try:
             return found()
         except MoetrtError:
@@ -382,9 +307,9 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
         )
     if isinstance(value, torch.nn.Module):
         return _cast_module(value, dtype)
-    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], torch.nn.Module):
-        leaves, rebuild = _flatten(value[1])
-        return _cast_module(value[0], dtype), rebuild([_cast_tensor(tensor, dtype) for _, tensor in leaves])
+    if _is_module_with_inputs(value):
+        leaves, rebuild = flatten(value[1])
+        return _cast_module(value[0], dtype), rebuild([_cast_tensor(tensor, dtype) for _, tensor in leaves]), *value[2:]
     return value
 
 
@@ -404,9 +329,6 @@ def _cast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module
     return module
 
 
-# --------------------------------------------------------------------------------------- modules with nested arguments
-
-
 class FlatModule(torch.nn.Module):
     """A module whose nested arguments and results are passed as plain tensors, in order."""
 
@@ -416,7 +338,7 @@ class FlatModule(torch.nn.Module):
         self.rebuild = rebuild
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves, _ = _flatten(self.call(*tensors))
+        leaves, _ = flatten(self.call(*tensors))
         return tuple(tensor for _, tensor in leaves)
 
     def call(self, *tensors: torch.Tensor) -> Any:
@@ -425,7 +347,9 @@ class FlatModule(torch.nn.Module):
         return self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)
 
 
-def _module_source(module: torch.nn.Module, inputs: Any, where: str) -> Source:
+def _module_source(
+    module: torch.nn.Module, inputs: Any, dynamic: Mapping[str, Mapping[int, str]] | None = None, *, where: str
+) -> Source:
     if isinstance(inputs, torch.Tensor) or dataclasses.is_dataclass(inputs):
         inputs = (inputs,)
     if isinstance(inputs, list):
@@ -434,7 +358,7 @@ def _module_source(module: torch.nn.Module, inputs: Any, where: str) -> Source:
         raise InputTypeError(f"{where} gave example inputs of type {type(inputs).__name__}; a tuple or a dict is taken")
     if isinstance(inputs, tuple):
         inputs = _by_parameter(module, inputs)
-    leaves, rebuild = _flatten(inputs)
+    leaves, rebuild = flatten(inputs)
     if not leaves:
         raise InputError(f"{where} gave example inputs without a tensor")
     flat = FlatModule(module, rebuild)
@@ -443,7 +367,7 @@ def _module_source(module: torch.nn.Module, inputs: Any, where: str) -> Source:
     try:
         with torch.no_grad():
             module.eval()
-            results, _ = _flatten(flat.call(*tensors))
+            results, _ = flatten(flat.call(*tensors))
     except MoetrtError:
         raise
     except Exception as error:
@@ -452,64 +376,19 @@ def _module_source(module: torch.nn.Module, inputs: Any, where: str) -> Source:
         module.train(training)
     return Source(
         module=flat,
-        example_inputs=dict(zip(_names([path for path, _ in leaves]), tensors, strict=True)),
-        output_names=_names([path for path, _ in results], single="output"),
+        example_inputs=dict(zip(names_of([path for path, _ in leaves]), tensors, strict=True)),
+        dynamic_shapes=dynamic or {},
+        output_names=names_of([path for path, _ in results], single="output"),
         description=type(module).__name__,
     )
 
 
 def _by_parameter(module: torch.nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any] | tuple[Any, ...]:
     """Positional arguments by the names of forward's parameters, which then name the graph's inputs."""
-    import inspect
-
     try:
-        bound = inspect.signature(module.forward).bind(*inputs)
+        signature = inspect.signature(module.forward)
+        given = signature.bind(*inputs).arguments
     except (TypeError, ValueError):
-        return inputs
-    named = all(
-        inspect.signature(module.forward).parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        for name in bound.arguments
-    )
-    return dict(bound.arguments) if named else inputs
-
-
-_Leaves = list[tuple[tuple[str, ...], torch.Tensor]]
-
-
-def _flatten(value: Any) -> tuple[_Leaves, Callable[[Sequence[torch.Tensor]], Any]]:
-    """The tensors in nested containers with their paths, and what puts others in their places.
-
-    Dataclasses count as containers whether torch knows them or not: another library's MoE output is one of them.
-    """
-    leaves: _Leaves = []
-
-    def walk(part: Any, path: tuple[str, ...]) -> Callable[[Iterator[torch.Tensor]], Any]:
-        if isinstance(part, torch.Tensor):
-            leaves.append((path, part))
-            return next
-        if dataclasses.is_dataclass(part) and not isinstance(part, type):
-            fields = [entry.name for entry in dataclasses.fields(part) if entry.init]
-            builders = {name: walk(getattr(part, name), (*path, name)) for name in fields}
-            return lambda tensors: type(part)(**{name: build(tensors) for name, build in builders.items()})
-        if isinstance(part, Mapping):
-            by_key = {key: walk(entry, (*path, str(key))) for key, entry in part.items()}
-            return lambda tensors: {key: build(tensors) for key, build in by_key.items()}
-        if isinstance(part, tuple | list):
-            in_order = [walk(entry, (*path, str(place))) for place, entry in enumerate(part)]
-            made = type(part)._make if hasattr(part, "_make") else type(part)
-            return lambda tensors: made([build(tensors) for build in in_order])
-        return lambda tensors: part
-
-    build = walk(value, ())
-    return leaves, lambda tensors: build(iter(tensors))
-
-
-def _names(paths: Sequence[tuple[str, ...]], single: str = "input") -> tuple[str, ...]:
-    """A name for each path: its last word where no other ends in it, else all its words."""
-    if len(paths) == 1 and not any(part.isidentifier() for part in paths[0]):
-        return (single,)
-    last = [path[-1] for path in paths]
-    names = [
-        path[-1] if last.count(path[-1]) == 1 and path[-1].isidentifier() else "_".join(path) for path in paths
-    ]
-    return tuple(name if name.isidentifier() else f"{single}_{name}" for name in names)
+        return inputs  # calling the module says better what does not fit
+    kinds = {signature.parameters[name].kind for name in given}
+    return dict(given) if kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD} else inputs

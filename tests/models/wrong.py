@@ -1,0 +1,45 @@
+"""Factories that are wrong in one way each: ``tests.models.wrong:NAME``."""
+
+import torch
+
+NOT_CALLABLE = 3
+
+
+def raises() -> object:
+    """Fails in its own code."""
+    raise KeyError("weights of layer 7")
+
+
+def number() -> object:
+    """Returns what is no model."""
+    return 7
+
+
+def bare_module() -> object:
+    """Returns a module without inputs."""
+    return torch.nn.Linear(2, 2)
+
+
+def no_tensors() -> object:
+    """Returns a module with inputs that hold no tensor."""
+    return torch.nn.Linear(2, 2), {"x": 1.0}
+
+
+def inputs_do_not_fit() -> object:
+    """Returns a module that does not take its own example inputs."""
+    return torch.nn.Linear(2, 2), torch.zeros(3, 5)
+
+
+class _Branches(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def data_dependent() -> object:
+    """Returns a module that torch.export cannot follow."""
+    return _Branches(), torch.ones(3, 5)
+
+
+def needs_arguments(size: int) -> object:
+    """A factory with an argument."""
+    return size
