@@ -1,0 +1,234 @@
+"""Polygraphy runners: a PyTorch module (also in float64), ONNX Runtime with bfloat16, and TensorRT where a GPU is."""
+
+import contextlib
+import copy
+import ctypes
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moetrt.backends import choose, gpus, resolve, switch_polygraphy
+from moetrt.errors import InputError, MoetrtError
+from moetrt.files import existing_file
+
+# Polygraphy fixes which TensorRT it uses when it is imported. Parity on a CPU needs none at all: what is wrong with it,
+# `moetrt.backends.choose` says to those who do.
+with contextlib.suppress(InputError):
+    switch_polygraphy(resolve())
+
+from polygraphy.backend.base import BaseRunner
+from polygraphy.backend.onnxrt import OnnxrtRunner
+from polygraphy.common import TensorMetadata
+from polygraphy.datatype import DataType
+
+_ONNX_BFLOAT16 = 16
+
+
+class TorchRunner(BaseRunner):
+    """Runs a PyTorch module whose inputs and outputs are named tensors."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        example_inputs: Mapping[str, torch.Tensor],
+        output_names: Sequence[str],
+        *,
+        float64: bool = False,
+        name: str = "pytorch",
+    ) -> None:
+        """Makes a runner.
+
+        Args:
+            module: takes the tensors by position, in the order of ``example_inputs``; gives a tensor or several, in the
+                order of ``output_names``.
+            example_inputs: names, dtypes and ranks of the inputs; every dimension may have another size.
+            output_names: one for each output.
+            float64: run a copy of the module with all floating-point numbers in float64, those included that the module
+                itself asks to be in float32. Inputs are taken in the dtypes of ``example_inputs``.
+            name: the runner's name in Polygraphy's results.
+        """
+        super().__init__(name=name, prefix="pytorch")
+        self._module = module
+        self._examples = example_inputs
+        self._output_names = output_names
+        self._float64 = float64
+
+    def activate_impl(self) -> None:
+        """Makes the float64 copy where one is asked for."""
+        self._active = float64_copy(self._module) if self._float64 else self._module
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        """Names, dtypes and ranks; every dimension is dynamic."""
+        metadata = TensorMetadata()
+        for name, example in self._examples.items():
+            dtype = DataType.from_dtype(example.dtype, "torch")
+            metadata.add(name, dtype=dtype, shape=(None,) * example.dim())
+        return metadata
+
+    def infer_impl(self, feed_dict: Mapping[str, Any]) -> "OrderedDict[str, torch.Tensor]":
+        """Runs the module; gives tensors on the CPU.
+
+        Raises:
+            InputError: the module raised, or gives another number of outputs than there are names.
+        """
+        tensors = [torch.as_tensor(feed_dict[name]) for name in self._examples]
+        module = self._active
+        training = module.training
+        started = time.perf_counter()
+        try:
+            module.eval()
+            with torch.no_grad():
+                if self._float64:
+                    tensors = [t.double() if t.is_floating_point() else t for t in tensors]
+                    with Float64Mode():
+                        outputs = module(*tensors)
+                else:
+                    outputs = module(*tensors)
+        except MoetrtError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"{self.name} failed with {type(error).__name__}: {reason}") from error
+        finally:
+            module.train(training)
+        self.inference_time = time.perf_counter() - started
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        if len(outputs) != len(self._output_names):
+            raise InputError(
+                f"the module gave {len(outputs)} outputs; {len(self._output_names)} are named: "
+                f"{', '.join(self._output_names)}"
+            )
+        return OrderedDict((name, t.detach().cpu()) for name, t in zip(self._output_names, outputs, strict=True))
+
+    def deactivate_impl(self) -> None:
+        """Lets go of the copy."""
+        del self._active
+
+
+class Float64Mode(TorchDispatchMode):
+    """While it is on, whoever asks for a floating-point dtype gets float64.
+
+    ``module.double()`` alone is no float64 run: models cast to float32 inside their norms and routers.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs one operator with its ``dtype`` raised."""
+        asked = dict(kwargs or {})
+        dtype = asked.get("dtype")
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            asked["dtype"] = torch.float64
+        return func(*args, **asked)
+
+
+def float64_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of ``module`` in float64, with the experts of Transformers models in their plain form."""
+    double = copy.deepcopy(module).double()
+    for part in double.modules():
+        switch = getattr(part, "set_experts_implementation", None)
+        if callable(switch):
+            # Grouped GEMMs are not there in float64.
+            switch("eager")
+            break
+    return double
+
+
+class OrtRunner(OnnxrtRunner):
+    """Polygraphy's ONNX Runtime runner, with tensors fed and read as OrtValues: numpy has no bfloat16."""
+
+    def infer_impl(self, feed_dict: Mapping[str, Any]) -> "OrderedDict[str, torch.Tensor]":
+        """Takes torch tensors or numpy arrays, gives torch tensors."""
+        # The tensors back the OrtValues' memory until the run has ended.
+        tensors = {name: torch.as_tensor(value).contiguous() for name, value in feed_dict.items()}
+        values = {name: _to_ort(tensor) for name, tensor in tensors.items()}
+        started = time.perf_counter()
+        try:
+            outputs = self.sess.run_with_ort_values(None, values)
+        except Exception as error:  # its exceptions have no common base of their own
+            raise InputError(f"ONNX Runtime failed: {' '.join(str(error).split())}") from error
+        self.inference_time = time.perf_counter() - started
+        names = [node.name for node in self.sess.get_outputs()]
+        return OrderedDict((name, _from_ort(value)) for name, value in zip(names, outputs, strict=True))
+
+
+def _to_ort(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16:
+        bits = tensor.view(torch.int16).numpy().view(np.uint16)
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy())
+
+
+def _from_ort(value: Any) -> torch.Tensor:
+    if value.element_type() != _ONNX_BFLOAT16:
+        return torch.from_numpy(value.numpy())
+    shape = tuple(value.shape())
+    count = int(np.prod(shape))
+    if count == 0:
+        return torch.empty(shape, dtype=torch.bfloat16)
+    memory = (ctypes.c_uint16 * count).from_address(value.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.bfloat16).reshape(shape).clone()
+
+
+def ort_session(path: str | os.PathLike[str]) -> Callable[[], onnxruntime.InferenceSession]:
+    """A loader of a CPU session for `OrtRunner`.
+
+    Raises:
+        InputError: when it is called: ONNX Runtime does not take the file.
+    """
+
+    def load() -> onnxruntime.InferenceSession:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # the exception says the same, once
+        try:
+            return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # its exceptions have no common base of their own
+            reason = " ".join(str(error).split())
+            raise InputError(f"ONNX Runtime does not take '{Path(path)}': {reason}") from error
+
+    return load
+
+
+def tensorrt_runner(
+    engine_path: str | os.PathLike[str],
+    *,
+    plugin_library: str | os.PathLike[str] | None,
+    backend: str | None = None,
+    name: str = "tensorrt",
+) -> BaseRunner:
+    """A runner of an engine on this machine's GPU.
+
+    Args:
+        engine_path: built for this GPU by this backend.
+        plugin_library: the library that the engine was built with; None where it was built without.
+        backend: as for `moetrt.backends.choose`.
+        name: the runner's name in Polygraphy's results.
+
+    Raises:
+        InputError: a file is missing, there is no GPU, or the backend is not to be had.
+    """
+    engine = existing_file(engine_path, "engine")
+    library = None if plugin_library is None else existing_file(plugin_library, "plugin library")
+    if not gpus():
+        raise InputError(f"engine '{engine}' runs on a GPU and none is to be seen")
+    trt = choose(backend).module
+    from polygraphy.backend.common import BytesFromPath
+    from polygraphy.backend.trt import EngineFromBytes, TrtRunner
+
+    if library is not None:
+        registry = trt.get_plugin_registry()
+        known = {creator.plugin_namespace for creator in registry.all_creators}
+        from moetrt.spec import PLUGIN_NAMESPACE
+
+        if PLUGIN_NAMESPACE not in known and registry.load_library(str(library)) is None:
+            raise InputError(f"plugin library '{library}' cannot be loaded into {trt.__name__}")
+    return TrtRunner(EngineFromBytes(BytesFromPath(str(engine))), name=name)
