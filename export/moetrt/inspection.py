@@ -1,0 +1,304 @@
+"""What an ONNX file holds of moetrt's operators, and what each of its readers will run."""
+
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from moetrt.errors import MoetrtError
+from moetrt.mapping import EXPECTED_KEY, MAPPED_FORM, map_model
+from moetrt.onnx_files import load_model
+from moetrt.onnx_op import named_inputs, operator_of, read_attributes
+from moetrt.segments.reading import dims
+from moetrt.spec import DOMAIN, OPERATORS, PLUGIN_NAMESPACE, PLUGIN_VERSION, Operand, check_operands
+
+FUNCTION = "the function body"
+PLUGIN = "the plugin"
+
+ONNX_RUNTIME = "ONNX Runtime, onnx.reference"
+TENSORRT_PLUGIN = "TensorRT, TensorRT-RTX with the plugin library"
+TENSORRT_ALONE = "TensorRT, TensorRT-RTX without it"
+
+
+@dataclass(frozen=True)
+class TailNode:
+    """One operator node of the file.
+
+    Attributes:
+        name: the node's name.
+        operator: its op_type.
+        attributes: all but the ``has_*`` flags, defaults filled in.
+        inputs: by name: value, dtype (ONNX's spelling) and shape (numbers, symbols, None).
+        outputs: likewise.
+        plugin_version, plugin_namespace: as the node has them; None where it has not.
+        function: whether the file has the function that this node calls.
+    """
+
+    name: str
+    operator: str
+    attributes: dict[str, float | int]
+    inputs: dict[str, dict[str, Any]]
+    outputs: dict[str, dict[str, Any]]
+    plugin_version: str | None
+    plugin_namespace: str | None
+    function: bool
+
+    @property
+    def dtype(self) -> str | None:
+        """The rows' dtype in ONNX's spelling."""
+        return self.inputs["gemm2_permuted"]["dtype"] if "gemm2_permuted" in self.inputs else None
+
+
+@dataclass
+class Inspection:
+    """What `inspect_file` found.
+
+    Attributes:
+        path: the file.
+        ir_version, opset: of the file.
+        tails: its operator nodes, in the order of the graph.
+        expected: how many tails the file says it has; None where it does not.
+        readers: by reader: what it will run.
+        warnings: what is wrong, or will surprise, one line each.
+    """
+
+    path: str
+    ir_version: int
+    opset: int
+    tails: list[TailNode]
+    expected: int | None
+    readers: dict[str, str]
+    warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The inspection for JSON."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The inspection as text."""
+        expected = "" if self.expected is None else f" ({self.expected} expected)"
+        lines = [f"{self.path}: opset {self.opset}, IR version {self.ir_version}, {len(self.tails)} tails{expected}"]
+        for tail in self.tails:
+            lines.append(f"{tail.name}: {tail.operator}, {tail.dtype or 'unknown dtype'}")
+            attributes = ", ".join(f"{name}={value:g}" for name, value in tail.attributes.items())
+            lines.append(f"    attributes: {attributes}")
+            lines += [f"    in  {_operand_line(name, entry)}" for name, entry in tail.inputs.items()]
+            lines += [f"    out {_operand_line(name, entry)}" for name, entry in tail.outputs.items()]
+        lines += [f"{reader}: {runs}" for reader, runs in self.readers.items()]
+        return lines + [f"warning: {warning}" for warning in self.warnings]
+
+
+def _operand_line(name: str, entry: dict[str, Any]) -> str:
+    shape = (
+        "?" if entry["shape"] is None else "[" + ", ".join("?" if d is None else str(d) for d in entry["shape"]) + "]"
+    )
+    return f"{name}: {entry['dtype'] or '?'} {shape} ({entry['value']})"
+
+
+def inspect_file(path: str | os.PathLike[str]) -> Inspection:
+    """Reads an ONNX file and says which tails it has, and what runs them where.
+
+    Raises:
+        InputError: the file cannot be read or is not ONNX.
+    """
+    model = load_model(path)
+    warnings: list[str] = []
+    tails: list[TailNode] = []
+    for node in _nodes(model):
+        warnings += spelling_differences(node)
+        if operator_of(node) is not None:
+            tails.append(_tail(node, model, warnings))
+    expected = model.metadata_props.get(EXPECTED_KEY)
+    inspection = Inspection(
+        path=os.fspath(Path(path)),
+        ir_version=model.ir_version,
+        opset=model.graph.opset_imports.get("", 0),
+        tails=tails,
+        expected=int(expected) if expected is not None and expected.isdecimal() else None,
+        readers=_readers(model, tails),
+        warnings=warnings,
+    )
+    warnings += _function_warnings(model, tails)
+    warnings += _graph_warnings(model)
+    warnings += _unmapped(path)
+    return inspection
+
+
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    return (node for graph in model.graphs() for node in graph)
+
+
+def _text(node: ir.Node, name: str) -> str | None:
+    attribute = node.attributes.get(name)
+    return attribute.as_string() if attribute is not None and attribute.type == ir.AttributeType.STRING else None
+
+
+def spelling_differences(node: ir.Node) -> list[str]:
+    """Which of op, version and namespace of a node misses one of moetrt's operators by a little.
+
+    Empty for nodes that are right, and for those that are something else.
+    """
+    if node.domain in ("", "ai.onnx", "ai.onnx.ml"):
+        near = [node.op_type] if node.op_type in OPERATORS else []
+    else:
+        cutoff = 0.8 if node.domain.lower() == DOMAIN else 0.9
+        by_fold = {name.lower(): name for name in OPERATORS}
+        near = [by_fold[name] for name in difflib.get_close_matches(node.op_type.lower(), by_fold, n=1, cutoff=cutoff)]
+    if not near:
+        if node.domain == DOMAIN:
+            return [f"node '{node.name}': op was '{node.op_type}'; {' or '.join(OPERATORS)} is taken"]
+        return []
+    found: list[str] = []
+    if node.op_type != near[0]:
+        found.append(f"node '{node.name}': op was '{node.op_type}'; '{near[0]}' is taken")
+    namespace = _text(node, "plugin_namespace")
+    if node.domain != DOMAIN:
+        found.append(f"node '{node.name}': domain was '{node.domain}'; '{DOMAIN}' is taken")
+    if namespace not in (None, PLUGIN_NAMESPACE):
+        found.append(f"node '{node.name}': plugin_namespace was '{namespace}'; '{PLUGIN_NAMESPACE}' is taken")
+    version = _text(node, "plugin_version")
+    if version not in (None, PLUGIN_VERSION):
+        found.append(f"node '{node.name}': plugin_version was '{version}'; '{PLUGIN_VERSION}' is taken")
+    return found
+
+
+def _tail(node: ir.Node, model: ir.Model, warnings: list[str]) -> TailNode:
+    spec = OPERATORS[node.op_type]
+    try:
+        given = named_inputs(node)
+        attributes = read_attributes(node)
+        _check(node, given)
+    except (MoetrtError, ValueError) as error:
+        warnings.append(str(error))
+        given = {f"input {index}": value for index, value in enumerate(node.inputs) if value is not None}
+        attributes = {}
+    return TailNode(
+        name=node.name or "",
+        operator=node.op_type,
+        attributes=attributes,
+        inputs={name: _described(value) for name, value in given.items()},
+        outputs={name: _described(value) for name, value in zip(spec.outputs, node.outputs, strict=False)},
+        plugin_version=_text(node, "plugin_version"),
+        plugin_namespace=_text(node, "plugin_namespace"),
+        function=node.op_identifier() in model.functions,
+    )
+
+
+def _check(node: ir.Node, given: dict[str, ir.Value]) -> None:
+    if any(value.dtype is None or value.shape is None for value in given.values()):
+        return
+    operands = {
+        name: Operand(str(_numpy_name(value)), [size if isinstance(size, int) else None for size in dims(value) or ()])
+        for name, value in given.items()
+    }
+    check_operands(OPERATORS[node.op_type], operands, where=f"node '{node.name}' ({node.op_type})")
+
+
+def _numpy_name(value: ir.Value) -> str:
+    assert value.dtype is not None
+    return str(value.dtype.numpy())
+
+
+def _described(value: ir.Value) -> dict[str, Any]:
+    return {"value": value.name, "dtype": value.dtype.name if value.dtype is not None else None, "shape": dims(value)}
+
+
+def _readers(model: ir.Model, tails: list[TailNode]) -> dict[str, str]:
+    if not tails:
+        return {}
+    functions = sum(tail.function for tail in tails)
+    whole = functions == len(tails)
+    if whole:
+        onnx_runtime = FUNCTION
+    else:
+        onnx_runtime = f"cannot run it: {len(tails) - functions} of {len(tails)} nodes have no function"
+    by_plugin = sum(
+        tail.plugin_version == PLUGIN_VERSION and tail.plugin_namespace in (None, PLUGIN_NAMESPACE) for tail in tails
+    )
+    if by_plugin == len(tails):
+        with_plugin = PLUGIN
+    elif whole:
+        with_plugin = f"{PLUGIN} for {by_plugin} nodes, {FUNCTION} for {len(tails) - by_plugin}"
+    else:
+        with_plugin = f"{PLUGIN} for {by_plugin} nodes; it may refuse the other {len(tails) - by_plugin}"
+    if not whole:
+        alone = "cannot run it: there is no function for every node"
+    elif _overloaded(model):
+        alone = "cannot run it: it cannot tell the overloads of a function apart"
+    else:
+        alone = f"{FUNCTION}, as native layers"
+    return {ONNX_RUNTIME: onnx_runtime, TENSORRT_PLUGIN: with_plugin, TENSORRT_ALONE: alone}
+
+
+def _overloaded(model: ir.Model) -> list[str]:
+    """The operators that have more than one function: TensorRT finds a function by op_type alone."""
+    names = [identifier[1] for identifier in model.functions]
+    return [name for name in OPERATORS if names.count(name) > 1]
+
+
+def _function_warnings(model: ir.Model, tails: list[TailNode]) -> list[str]:
+    found: list[str] = []
+    for tail in tails:
+        missing = [
+            name
+            for name, value in (("plugin_version", tail.plugin_version), ("plugin_namespace", tail.plugin_namespace))
+            if value is None
+        ]
+        if missing and tail.function:
+            found.append(
+                f"node '{tail.name}' ({tail.operator}) has a function but no {' and no '.join(missing)}: TensorRT will "
+                "run the function even where the plugin is loaded; moetrt map writes both"
+            )
+        elif missing:
+            found.append(
+                f"node '{tail.name}' ({tail.operator}) has no {' and no '.join(missing)}; moetrt map writes both"
+            )
+    for domain, name, _ in model.functions:
+        if name in OPERATORS and domain != DOMAIN:
+            found.append(
+                f"function '{name}' is in the domain '{domain}': TensorRT finds functions by name alone, and "
+                f"would run it for {DOMAIN}'s nodes; rename it"
+            )
+    for name in _overloaded(model):
+        found.append(
+            f"{name} nodes differ in their optional inputs, so the file has one overload an input list: TensorRT needs "
+            "the plugin for it, ONNX Runtime does not"
+        )
+    if tails and not any(tail.function for tail in tails):
+        found.append("the file has no function bodies (--no-function): only TensorRT with the plugin can run it")
+    return found
+
+
+def _graph_warnings(model: ir.Model) -> list[str]:
+    unsorted = [
+        node.name
+        for node in _nodes(model)
+        if node.op_type == "TopK" and node.domain == "" and node.attributes.get_int("sorted", 1) == 0
+    ]
+    if not unsorted:
+        return []
+    return [
+        f"{len(unsorted)} TopK nodes have sorted=0 ('{unsorted[0]}'), which TensorRT does not take; moetrt map sorts"
+    ]
+
+
+def _unmapped(path: str | os.PathLike[str]) -> list[str]:
+    """What mapping the file again would change, and what it cannot."""
+    try:
+        report = map_model(load_model(path), function=False)
+    except MoetrtError as error:
+        return [f"mapping would fail: {error}"]
+    found = []
+    for site in report.sites:
+        if not site.matched:
+            became = f"is {site.operator} without its norm" if site.operator else "is not mapped"
+            found.append(f"tail '{site.name}' {became}: {site.reason}")
+        elif site.form != MAPPED_FORM and site.operator != "MoEFinalizeAdd":
+            found.append(f"tail '{site.name}' is not mapped yet: moetrt map makes it {site.operator}")
+    if report.expected is not None and report.expected != report.found:
+        found.append(f"{report.expected} tails are expected, but {report.found} are found")
+    return found
