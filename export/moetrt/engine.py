@@ -1,6 +1,5 @@
 """A mapped ONNX file becomes a TensorRT engine, and a JSON file beside it says what it was made from."""
 
-import ctypes
 import hashlib
 import json
 import os
@@ -8,7 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import onnx_ir as ir
@@ -16,6 +17,7 @@ import onnx_ir as ir
 from moetrt.backends import TENSORRT, Backend, Progress, choose, gpus
 from moetrt.errors import InputError
 from moetrt.files import existing_file, output_directory, write_atomically
+from moetrt.library import PluginLibrary, find_plugin_library, library_sha256, load_plugin_library
 from moetrt.onnx_files import load_model
 from moetrt.spec import DOMAIN, OPERATORS, PLUGIN_NAMESPACE
 
@@ -347,7 +349,7 @@ def build_engine(
         layer_count=layers,
         plugin_layers=tuple(plugin_layers),
         plugin_library=library.name if library else None,
-        plugin_library_sha256=_sha256(library) if library else None,
+        plugin_library_sha256=library_sha256(library) if library else None,
         profile=profile,
         warnings=tuple(tensorrt.warnings),
     )
@@ -398,9 +400,7 @@ def _library_path(plugin_library: str | os.PathLike[str] | Literal[True] | None)
     if plugin_library is None:
         return None
     if plugin_library is True:
-        from moetrt.library import library_path
-
-        return library_path()
+        return find_plugin_library()
     return existing_file(plugin_library, "plugin library").absolute()
 
 
@@ -426,25 +426,29 @@ def _own_targets(chosen: Backend) -> tuple[str, ...]:
     return (f"SM{major}{minor}",)
 
 
+_ONE_AT_A_TIME = Lock()
+
+
 class _TensorRT:
     """One build: TensorRT's messages are collected while it lasts, and turned into one line when it fails."""
 
     def __init__(self, chosen: Backend) -> None:
         self.chosen = chosen
         self.warnings: list[str] = []
-        self._errors: list[str] = []
-        self._library: ctypes.CDLL | None = None
+        self._library: PluginLibrary | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "_TensorRT":
         from polygraphy.backend.trt import util as trt_util
         from polygraphy.logger import G_LOGGER
 
-        # Polygraphy makes one logger for the process and hands it to every TensorRT object; ours stands in for it.
+        # Both loggers are the process's, not the build's.
+        self._stack.enter_context(_ONE_AT_A_TIME)
+        # Polygraphy hands its one logger to every TensorRT object; ours stands in for it.
         trt_util.get_trt_logger()
-        before = trt_util.TRT_LOGGER
-        trt_util.TRT_LOGGER = _collecting_logger(self.chosen.module, self._errors)
-        self._stack.callback(setattr, trt_util, "TRT_LOGGER", before)
+        self._stack.callback(setattr, trt_util, "TRT_LOGGER", trt_util.TRT_LOGGER)
+        self._logger = trt_util.TRT_LOGGER = _collecting_logger(self.chosen.module)
+        self._logger.errors.clear()
         # Polygraphy's own messages repeat TensorRT's.
         self._stack.enter_context(G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1))
         return self
@@ -458,20 +462,26 @@ class _TensorRT:
         from polygraphy.exception import PolygraphyException
 
         if library is not None:
-            self._library = _open_library(library)
+            # After TensorRT was imported: the library registers its plugins with those that are loaded.
+            self._library = load_plugin_library(library)
+            self._library.clear_last_error()
         build = self
 
         class NetworkWithPlugins(NetworkFromOnnxPath):
-            """Parses with the plugins in the registry of this builder alone, so that the next build starts without."""
+            """Parses with or without our plugins, as this build asks for, whatever the process has registered."""
 
             def call_impl(self) -> Any:
                 builder, network, parser = super(NetworkFromOnnxPath, self).call_impl()
                 registry = builder.get_plugin_registry()
+                creators = _creators(registry.all_creators_recursive)
                 if library is not None:
-                    build._register(registry, library)
-                    build.warnings += check_registry(model, _creators(registry.all_creators_recursive))
-                elif any(creator[2] == PLUGIN_NAMESPACE for creator in _creators(registry.all_creators_recursive)):
-                    # Somebody loaded the library for the whole process: keep this builder from looking there.
+                    if build._library is not None and not _has_ours(creators):
+                        # It was loaded by somebody before this TensorRT was.
+                        build._library.register_creators()
+                        creators = _creators(registry.all_creators_recursive)
+                    build.warnings += check_registry(model, creators)
+                elif _has_ours(creators):
+                    # They are registered for the whole process: keep this builder from looking there.
                     registry.parent_search_enabled = False
                 check_functions(model, with_plugin=library is not None)
                 if not parser.parse_from_file(str(source)):
@@ -486,13 +496,6 @@ class _TensorRT:
         except PolygraphyException as error:
             raise self.failure(f"'{source}'", [error]) from error
         return parsed
-
-    def _register(self, registry: Any, library: Path) -> None:
-        if any(creator[2] == PLUGIN_NAMESPACE for creator in _creators(registry.all_creators_recursive)):
-            return
-        handle = registry.load_library(str(library))
-        if handle is None:
-            raise self.failure(f"plugin library '{library}'", [])
 
     def layers(self, parsed: tuple[Any, Any, Any]) -> tuple[int, list[str]]:
         """The number of layers of TensorRT's network, and the names of its plugin layers."""
@@ -533,12 +536,14 @@ class _TensorRT:
 
     def failure(self, what: str, reported: Sequence[object]) -> InputError:
         """One line: the plugin's refusal first, since TensorRT's own words name neither the node nor the input."""
-        refusal = _last_refusal(self._library)
-        errors = [line for line in self._errors if not _IS_NOISE.search(line)]
-        errors += [" ".join(str(error).split()) for error in reported if not errors]
-        said = _FRAME.sub("", errors[0]) if errors else "it gave no reason"
-        line = f"{self.chosen.name} {self.chosen.version} does not take {what}: {said[:_LONGEST]}"
-        return InputError(f"{refusal} ({line})" if refusal else line)
+        backend = f"{self.chosen.name} {self.chosen.version}"
+        refusal = self._library.last_error() if self._library is not None else ""
+        if refusal:
+            return InputError(f"{refusal} ({what}, {backend})")
+        errors = [line for line in self._logger.errors if not _IS_NOISE.search(line)]
+        errors += [" ".join(str(error).split()) for error in reported]
+        said = _FRAME.sub("", errors[0])[:_LONGEST] if errors else "it gave no reason"
+        return InputError(f"{backend} does not take {what}: {said}")
 
 
 _LONGEST = 400
@@ -550,39 +555,26 @@ _IS_NOISE = re.compile(r"cudaError 35|CUDA initialization failure|While parsing 
 _FRAME = re.compile(r" In \w+ at \S+?(?=\)|$)")
 
 
-def _open_library(path: Path) -> ctypes.CDLL:
-    """Opens a plugin library and keeps it: a registry closes it again, and creators in another would dangle."""
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        reason = str(error).removeprefix(f"{path}: ")
-        raise InputError(f"plugin library '{path}' cannot be loaded: {reason}") from error
-    if not hasattr(library, "getCreators") and not hasattr(library, "getPluginCreators"):
-        raise InputError(f"plugin library '{path}' is no TensorRT plugin library: it exports no getCreators")
-    if hasattr(library, "moetrt_clear_last_error"):
-        library.moetrt_clear_last_error()
-    return library
-
-
-def _last_refusal(library: ctypes.CDLL | None) -> str:
-    if library is None or not hasattr(library, "moetrt_last_error"):
-        return ""
-    library.moetrt_last_error.restype = ctypes.c_char_p
-    return (library.moetrt_last_error() or b"").decode(errors="replace")
-
-
 def _creators(creators: Iterable[Any]) -> list[PluginId]:
     return [(creator.name, creator.plugin_version, creator.plugin_namespace) for creator in creators]
 
 
-def _collecting_logger(trt: Any, errors: list[str]) -> Any:
+def _has_ours(creators: Iterable[PluginId]) -> bool:
+    return any(namespace == PLUGIN_NAMESPACE for _, _, namespace in creators)
+
+
+@cache
+def _collecting_logger(trt: Any) -> Any:
+    """The logger of every build in this process: TensorRT keeps the first one that it is given."""
+
     class Logger(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
+            self.errors: list[str] = []
 
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
-                errors.append(" ".join(message.split()))
+                self.errors.append(" ".join(message.split()))
 
     return Logger()
 
