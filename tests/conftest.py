@@ -18,3 +18,30 @@ def plugin_library() -> Path:
     from moetrt.library import find_plugin_library
 
     return find_plugin_library()
+
+
+BLOCK = "contract_to_engine:block"
+"""The contract sample's model, as `moetrt export` takes it; `pythonpath` in pyproject.toml has the folder samples."""
+
+
+@pytest.fixture(scope="session")
+def mapped_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The contract sample's block, float32, exported and mapped: inputs x and residual, [tokens, 64]."""
+    return _mapped(tmp_path_factory.mktemp("block"), None)
+
+
+@pytest.fixture(scope="session")
+def mapped_block_fp16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in float16."""
+    return _mapped(tmp_path_factory.mktemp("block_fp16"), "fp16")
+
+
+def _mapped(folder: Path, dtype: str | None) -> Path:
+    from moetrt.capture import export
+    from moetrt.mapping import map_file
+    from moetrt.source import load_source
+
+    exported = export(load_source(BLOCK, dtype=dtype), folder)
+    report = map_file(exported.model_path, folder / "mapped.onnx")
+    assert report.complete, report.summary()
+    return folder / "mapped.onnx"

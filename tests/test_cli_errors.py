@@ -1,0 +1,298 @@
+"""Bad input on every entrance of the command line: one line that names it, exit code 2, and nothing half written.
+
+Covers cases 21, 29, 32 of the command line's side: a mapping that finds nothing, a wrong registry name, a wrong shape name.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+
+from moetrt import cli
+
+BLOCK = "contract_to_engine:block"  # what the fixture mapped_block was exported from
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Refused:
+    """Runs the command line and returns the one line it may print on stderr (the process's own, not Python's alone)."""
+
+    def run(*words: object, code: int = 2) -> str:
+        capfd.readouterr()
+        assert cli.run([str(word) for word in words]) == code
+        error = capfd.readouterr().err
+        lines = error.splitlines()
+        assert len(lines) == 1, error
+        assert lines[0].startswith("moetrt: error: ")
+        assert "Traceback" not in error
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
+def plain_onnx(tmp_path: Path) -> Path:
+    """A valid ONNX model without MoE."""
+    node = helper.make_node("Relu", ["x"], ["y"])
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4])
+    model = helper.make_model(helper.make_graph([node], "g", [x], [y]), opset_imports=[helper.make_opsetid("", 22)])
+    path = tmp_path / "plain.onnx"
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def not_onnx(tmp_path: Path) -> Path:
+    path = tmp_path / "notes.onnx"
+    path.write_text("these are notes, not a model\n")
+    return path
+
+
+@pytest.fixture
+def unwritable(tmp_path: Path) -> Path:
+    """A folder that nobody can make, root included: its parent is a file."""
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "folder"
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# ------------------------------------------------------------------------------------------------------------ a file
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["map", "missing.onnx", "-o", "out.onnx"],
+        ["inspect", "missing.onnx"],
+        ["build", "missing.onnx", "-o", "out.engine"],
+        ["compare", "missing.onnx", "--against", "moetrt.models:deepseek_v3"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_missing_file(words: list[str], refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "ONNX model 'missing.onnx' does not exist" in refused(*words)
+    assert contents(tmp_path) == set()
+
+
+@pytest.mark.parametrize("command", ["map", "inspect", "build"])
+def test_not_onnx(command: str, refused: Refused, not_onnx: Path) -> None:
+    before = contents(not_onnx.parent)
+    output = [] if command == "inspect" else ["-o", not_onnx.with_name("out")]
+    line = refused(command, not_onnx, *output)
+    assert str(not_onnx) in line
+    assert "is not an ONNX model" in line
+    assert contents(not_onnx.parent) == before
+
+
+def test_a_folder_for_a_file(refused: Refused, tmp_path: Path) -> None:
+    assert "is not a file" in refused("map", tmp_path, "-o", tmp_path / "out.onnx")
+
+
+def test_weights_that_were_left_behind(refused: Refused, mapped_block: Path, tmp_path: Path) -> None:
+    moved = shutil.copy(mapped_block, tmp_path / "moved.onnx")
+    line = refused("build", moved, "-o", tmp_path / "out.engine")
+    assert "data file" in line
+    assert contents(tmp_path) == {"moved.onnx"}
+
+
+# ----------------------------------------------------------------------------------------------------------- a source
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("no/such/folder", "does not exist"),
+        ("no_such_module:factory", "no module 'no_such_module'"),
+        ("moetrt.models:no_such_factory", "no_such_factory"),
+        ("words without meaning", "is taken"),
+    ],
+)
+def test_export_of_no_source(source: str, said: str, refused: Refused, tmp_path: Path) -> None:
+    line = refused("export", source, "-o", tmp_path / "out")
+    assert said in line
+    assert contents(tmp_path) <= {"out"}
+
+
+def test_export_of_a_folder_without_a_model(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in refused("export", tmp_path / "empty", "-o", tmp_path / "out")
+
+
+def test_export_of_a_model_without_moe(refused: Refused, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    line = refused("export", tmp_path / "dense", "-o", tmp_path / "out")
+    assert "without MoE" in line
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--dtype", "fp8"], "fp8"),
+        (["--opset", "9"], "9"),
+        (["--dynamic", "ids:0"], "ids:0"),
+        (["--dynamic", "nothing:0=batch"], "'nothing'"),
+        (["--experts", "sorted"], "'sorted'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_export_options_that_are_not_taken(option: list[str], said: str, refused: Refused, tmp_path: Path) -> None:
+    assert said in refused("export", "moetrt.models:deepseek_v3", "-o", tmp_path / "out", *option)
+    assert not list(tmp_path.glob("out/*"))
+
+
+# ----------------------------------------------------------------------------------------------------------- mapping
+
+
+def test_case21_a_model_without_moe_is_not_mapped_in_silence(refused: Refused, plain_onnx: Path) -> None:
+    output = plain_onnx.with_name("out.onnx")
+    line = refused("map", plain_onnx, "-o", output, code=1)
+    assert "has no MoE tail" in line
+    onnx.checker.check_model(output)
+    assert cli.run(["map", str(plain_onnx), "-o", str(output), "--allow-unmatched"]) == 0
+
+
+def test_case21_building_a_model_without_tails_says_so(refused: Refused, plain_onnx: Path) -> None:
+    line = refused("build", plain_onnx, "-o", plain_onnx.with_name("out.engine"), code=1)
+    assert "no mapped tail" in line
+
+
+# ---------------------------------------------------------------------------------------------------------- building
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--backend", "tensorflow"], "'tensorflow'; taken are tensorrt and tensorrt-rtx"),
+        (["--min", "hidden:1x64"], "'hidden'"),
+        (["--min", "x:1x64x1"], "rank 3"),
+        (["--min", "x:9x64", "--opt", "x:4x64"], "above"),
+        (["--opt", "x:4x65"], "x"),
+        (["--opt", "x"], "NAME:DIMS"),
+        (["--target", "SM20"], "'SM20'"),
+        (["--plugin", "missing.so"], "'missing.so' does not exist"),
+        (["--plugin", "missing.so", "--no-plugin"], "--no-plugin"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_case32_build_options_that_are_not_taken(
+    options: list[str], said: str, refused: Refused, mapped_block: Path, tmp_path: Path
+) -> None:
+    assert said in refused("build", mapped_block, "-o", tmp_path / "out.engine", *options)
+    assert contents(tmp_path) == set()
+
+
+def test_case32_a_wrong_shape_name_is_answered_with_the_names_there_are(
+    refused: Refused, mapped_block: Path, tmp_path: Path
+) -> None:
+    line = refused("build", mapped_block, "-o", tmp_path / "out.engine", "--opt", "hidden:4x64")
+    assert "'hidden'" in line
+    assert "x, residual" in line
+
+
+def test_a_library_that_is_not_a_plugin(refused: Refused, mapped_block: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.so"
+    text.write_text("not a library")
+    assert "cannot be loaded" in refused("build", mapped_block, "-o", tmp_path / "e", "--plugin", text)
+    # A library that is none of TensorRT's: one that every Python has loaded.
+    import _ctypes
+
+    line = refused("build", mapped_block, "-o", tmp_path / "e", "--plugin", _ctypes.__file__)
+    assert "is no TensorRT plugin library" in line
+    assert contents(tmp_path) == {"text.so"}
+
+
+def test_a_map_of_int64(refused: Refused, mapped_block: Path, tmp_path: Path) -> None:
+    model = ir.load(mapped_block)
+    (node,) = [node for node in model.graph if node.domain == "moetrt"]
+    index = next(value for value in node.inputs if value is not None and value.dtype == ir.DataType.INT32)
+    cast = ir.node("Cast", [index], {"to": ir.DataType.INT64})
+    cast.outputs[0].name, cast.outputs[0].dtype = "index64", ir.DataType.INT64
+    cast.outputs[0].shape = index.shape
+    model.graph.insert_before(node, cast)
+    node.replace_input_with(list(node.inputs).index(index), cast.outputs[0])
+    broken = mapped_block.with_name("int64.onnx")
+    ir.save(model, broken)
+    try:
+        line = refused("build", broken, "-o", tmp_path / "out.engine")
+        assert "input expanded_idx_to_permuted_idx was int64; int32 is taken" in line
+        assert contents(tmp_path) == set()
+    finally:
+        broken.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------- comparing
+
+
+def test_compare_with_another_model(refused: Refused, mapped_block: Path) -> None:
+    line = refused("compare", mapped_block, "--against", "moetrt.models:deepseek_v3")
+    assert "input_ids" in line
+
+
+def test_compare_with_a_shape_the_model_has_not(refused: Refused, mapped_block: Path) -> None:
+    line = refused("compare", mapped_block, "--against", BLOCK, "--shapes", "hidden:4x64")
+    assert "'hidden'" in line
+
+
+def test_compare_says_which_output_differs(refused: Refused, mapped_block: Path) -> None:
+    model = onnx.load(mapped_block)
+    for initializer in model.graph.initializer:
+        if initializer.name == "gamma":
+            wrong = onnx.numpy_helper.to_array(initializer) * np.float32(1.01)
+            initializer.CopyFrom(onnx.numpy_helper.from_array(wrong, "gamma"))
+    broken = mapped_block.with_name("wrong_gamma.onnx")
+    onnx.save(model, broken)
+    try:
+        line = refused("compare", broken, "--against", BLOCK, code=1)
+        assert "norm_out" in line
+    finally:
+        broken.unlink()
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def test_an_unwritable_output_folder_on_every_command(refused: Refused, mapped_block: Path, unwritable: Path) -> None:
+    for words in (
+        ["export", BLOCK, "-o", unwritable],
+        ["map", mapped_block, "-o", unwritable / "out.onnx"],
+        ["build", mapped_block, "-o", unwritable / "out.engine"],
+        ["demo", "-o", unwritable],
+    ):
+        line = refused(*words)
+        assert "cannot be written" in line, words
+        assert str(unwritable) in line, words
+    assert contents(unwritable.parent.parent) == {"file"}
+
+
+def test_a_report_that_cannot_be_written(refused: Refused, mapped_block: Path, unwritable: Path) -> None:
+    out = unwritable.parent.parent / "out.onnx"
+    line = refused("map", mapped_block, "-o", out, "--report", unwritable / "report.json")
+    assert "cannot be written" in line
+
+
+def test_the_installed_command_exits_with_2_and_one_line(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "moetrt", "map", "missing.onnx", "-o", "out.onnx"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "moetrt: error: ONNX model 'missing.onnx' does not exist\n"
+    assert done.stdout == ""
