@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moetrt.library import PluginLibrary, load_plugin_library
-
 from tests.plugins.driver import Driver
+
+from moetrt.library import PluginLibrary, load_plugin_library
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def loaded(plugin_library: Path) -> PluginLibrary:
     return load_plugin_library(plugin_library)
 
 
-@pytest.fixture()
+@pytest.fixture
 def library(loaded: PluginLibrary) -> Iterator[PluginLibrary]:
     """The loaded library with no refusal remembered."""
     loaded.clear_last_error()

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from onnx import TensorProto, helper
 
 from moetrt.spec import DOMAIN, FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, PLUGIN_NAMESPACE, PLUGIN_VERSION, OperatorSpec
-from onnx import TensorProto, helper
 
 Dim = int | str
 
@@ -141,5 +141,3 @@ def combination_id(value: object) -> str:
         return value.name
     short = {"expanded_idx_to_permuted_idx": "map", "shared_output": "shared", "shared_gate": "gate"}
     return "+".join(short.get(name, name) for name in value) or "none" if isinstance(value, tuple) else str(value)
-
-

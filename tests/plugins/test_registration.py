@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from moetrt.spec import OPERATORS, PLUGIN_NAMESPACE, PLUGIN_VERSION
-
 from tests.plugins.node_cases import make_node
+
+from moetrt.spec import OPERATORS, PLUGIN_NAMESPACE, PLUGIN_VERSION
 
 RTX = "tensorrt_rtx"
 LEAN = "tensorrt_lean_bindings"
@@ -168,7 +168,8 @@ def create(*fields):
     return [made is not None, functions.moetrt_last_error().decode()]
 print(json.dumps([
     create(),
-    create(("eps", np.array([1e-5], np.float32), kinds.FLOAT32), ("has_residual", np.array([0], np.int32), kinds.INT32)),
+    create(("eps", np.array([1e-5], np.float32), kinds.FLOAT32),
+           ("has_residual", np.array([0], np.int32), kinds.INT32)),
     create(("eps", np.array([1e-5], np.float64), kinds.FLOAT64)),
     create(("has_residual", np.array([1], np.int64), kinds.INT64)),
     create(("weight_before_cast", np.array([3], np.int32), kinds.INT32)),
@@ -182,7 +183,9 @@ print(json.dumps([
     assert answer[2] == [False, f"{node}attribute eps was float64; float32 is taken"]
     assert answer[3] == [False, f"{node}attribute has_residual was int64; int32 is taken"]
     assert answer[4] == [False, f"{node}attribute weight_before_cast was 3; 0 or 1 is taken"]
-    assert answer[5][1].startswith(f"{node}attribute has_biass is unknown; taken are has_expanded_idx_to_permuted_idx, ")
+    assert answer[5][1].startswith(
+        f"{node}attribute has_biass is unknown; taken are has_expanded_idx_to_permuted_idx, "
+    )
     ours = [line.removeprefix("[moetrt] ") for line in errors.splitlines() if line.startswith("[moetrt] ")]
     assert ours == [line for _, line in answer[2:]]
 
@@ -200,7 +203,7 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def polygraphy(*arguments: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "polygraphy", *arguments],
+        [Path(sys.executable).parent / "polygraphy", *arguments],
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,0 +1,143 @@
+"""The library as a file: what it shows, what it needs, and how moetrt.library tells it from others."""
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moetrt.errors import InputError
+from moetrt.library import (
+    ABI_VERSION,
+    C_FUNCTIONS,
+    LIBRARY_VARIABLE,
+    TENSORRT_FUNCTIONS,
+    MoEFinalizeParams,
+    PluginLibrary,
+    find_plugin_library,
+    library_sha256,
+    load_plugin_library,
+)
+
+ROOT = Path(__file__).parents[2]
+HEADER = ROOT / "plugins" / "include" / "moetrt" / "moe_finalize.h"
+
+
+def run(*command: object) -> str:
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
+
+
+def compile_c(folder: Path, source: str, *options: str) -> Path:
+    (folder / "source.c").write_text(source)
+    output = folder / "output"
+    run("gcc", "-I", HEADER.parents[1], *options, folder / "source.c", "-o", output)
+    return output
+
+
+def test_it_exports_its_interface_and_nothing_else(plugin_library: Path) -> None:
+    symbols = [line.split()[-1] for line in run("nm", "-D", "--defined-only", plugin_library).splitlines()]
+    assert sorted(symbols) == sorted((*C_FUNCTIONS, *TENSORRT_FUNCTIONS))
+
+
+def test_it_needs_neither_cuda_nor_tensorrt_to_load(plugin_library: Path) -> None:
+    dynamic = run("readelf", "-d", plugin_library)
+    needed = re.findall(r"\(NEEDED\).*\[(.+?)\]", dynamic)
+    assert needed
+    assert all(re.match(r"(libc|libm|libdl|librt|libpthread|ld-linux[\w-]*)\.so", name) for name in needed), needed
+    assert "NODELETE" in dynamic
+    assert "RPATH" not in dynamic
+    assert "RUNPATH" not in dynamic
+
+
+def test_it_is_small(plugin_library: Path) -> None:
+    assert plugin_library.stat().st_size < 8 * 2**20
+
+
+def test_every_function_of_the_headers_is_there(plugin_library: Path) -> None:
+    declared = {
+        name for header in HEADER.parent.glob("*.h") for name in re.findall(r"\b(moetrt_\w+)\(", header.read_text())
+    }
+    assert declared == set(C_FUNCTIONS)
+
+
+def test_version_and_abi_are_those_of_the_sources(loaded: PluginLibrary) -> None:
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    abi = re.search(r"#define MOETRT_ABI_VERSION (\d+)", HEADER.read_text())
+    assert version is not None
+    assert abi is not None
+    assert loaded.version == version[1]
+    assert loaded.functions.moetrt_abi_version() == ABI_VERSION == int(abi[1])
+
+
+def test_the_python_struct_is_the_headers(tmp_path: Path) -> None:
+    names = [name for name, _ in MoEFinalizeParams._fields_]
+    offsets = "".join(f'printf("%zu\\n", offsetof(moetrt_moe_finalize_params, {name}));' for name in names)
+    source = (
+        "#include <stddef.h>\n#include <stdio.h>\n#include <moetrt/moe_finalize.h>\n"
+        f'int main(void) {{ {offsets} printf("%zu\\n", sizeof(moetrt_moe_finalize_params)); return 0; }}\n'
+    )
+    printed = [int(line) for line in run(compile_c(tmp_path, source)).split()]
+    assert printed == [getattr(MoEFinalizeParams, name).offset for name in names] + [ctypes.sizeof(MoEFinalizeParams)]
+
+
+def test_a_wrong_parameter_is_refused_in_words(library: PluginLibrary, capfd: pytest.CaptureFixture[str]) -> None:
+    params = MoEFinalizeParams(num_tokens=1, top_k=0)
+    with pytest.raises(InputError, match=r"^moetrt_moe_finalize: top_k is 0, taken is 1 to "):
+        library.moe_finalize(params)
+    assert capfd.readouterr().err.startswith("[moetrt] moetrt_moe_finalize: top_k is 0")
+    library.clear_last_error()
+    assert library.last_error() == ""
+    assert library.functions.moetrt_moe_finalize(None, None) != 0
+    assert "params is null" in library.last_error()
+
+
+def test_no_tokens_are_taken_without_a_gpu(library: PluginLibrary) -> None:
+    library.moe_finalize(MoEFinalizeParams(top_k=8, hidden_size=64, row_stride=64, weight_before_cast=1))
+    assert library.last_error() == ""
+
+
+def test_the_last_error_is_the_threads_own(library: PluginLibrary) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def refused() -> str:
+        assert library.functions.moetrt_moe_finalize(None, None) != 0
+        return library.last_error()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(refused).result() != ""
+    assert library.last_error() == ""
+
+
+def test_the_variable_names_the_library(plugin_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "copy.so"
+    copy.write_bytes(plugin_library.read_bytes())
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(copy))
+    assert find_plugin_library() == copy
+    assert library_sha256(copy) == library_sha256(plugin_library)
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "none.so"))
+    with pytest.raises(InputError, match=r"does not exist"):
+        find_plugin_library()
+
+
+def test_what_is_no_library_is_refused_in_one_line(tmp_path: Path) -> None:
+    text = tmp_path / "text.so"
+    text.write_text("not a library")
+    with pytest.raises(InputError, match=r"text\.so' cannot be loaded: ") as caught:
+        load_plugin_library(text)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match=r"does not exist"):
+        load_plugin_library(tmp_path / "none.so")
+
+
+def test_another_library_is_refused_by_name(tmp_path: Path) -> None:
+    other = compile_c(tmp_path, "int other(void) { return 0; }", "-shared", "-fPIC")
+    with pytest.raises(InputError, match=r"is not moetrt's: it has no moetrt_abi_version$"):
+        load_plugin_library(other)
+
+
+def test_another_abi_is_refused_by_number(tmp_path: Path) -> None:
+    names = [name for name in (*C_FUNCTIONS, *TENSORRT_FUNCTIONS) if name != "moetrt_abi_version"]
+    source = "int moetrt_abi_version(void) { return 99; }" + "".join(f"void {name}(void) {{}}" for name in names)
+    with pytest.raises(InputError, match=r"has ABI version 99; 1 is taken, build it anew$"):
+        load_plugin_library(compile_c(tmp_path, source, "-shared", "-fPIC"))
