@@ -13,7 +13,15 @@ import onnx_ir as ir
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import write_atomically
 from moetrt.onnx_files import load_model, save_model, without_external_data
-from moetrt.onnx_op import attach_functions, make_node, named_inputs, operator_of, read_attributes, remove_functions
+from moetrt.onnx_op import (
+    OPSET_VERSION,
+    attach_functions,
+    make_node,
+    named_inputs,
+    operator_of,
+    read_attributes,
+    remove_functions,
+)
 from moetrt.segments import captured, gather
 from moetrt.segments.growth import Tail, grow
 from moetrt.segments.reading import dims, named
@@ -199,10 +207,10 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
             if node.graph is graph:
                 mapper.map_node(node)
     report = MappingReport(mapper.sites, _expected(model), _sort_topk(model))
-    if any(operator_of(node) for node in _all_nodes(model)):
-        model.graph.opset_imports.setdefault(DOMAIN, 1)
-        if function:
-            attach_functions(model)
+    if function:
+        attach_functions(model)
+    else:
+        _forget_functions(model)
     return report
 
 
@@ -211,6 +219,14 @@ _OLDEST_OPSET = 17
 
 def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     return (node for graph in model.graphs() for node in graph)
+
+
+def _forget_functions(model: ir.Model) -> None:
+    """Leaves the bare nodes: no overload names a function that is not there."""
+    for node in _all_nodes(model):
+        if operator_of(node) is not None:
+            node.overload = ""
+            model.graph.opset_imports[DOMAIN] = OPSET_VERSION
 
 
 def _expected(model: ir.Model) -> int | None:
@@ -234,10 +250,14 @@ def _fill_in_shapes(model: ir.Model) -> None:
     values = {value.name: value for node in model.graph for value in node.outputs}
     if all(value.dtype is not None and value.shape is not None for value in values.values()):
         return
+    # Inference looks into functions, so that it passes the operators' nodes.
+    attach_functions(model)
     try:
         proto = onnx.shape_inference.infer_shapes(without_external_data(ir.to_proto(model)), data_prop=True)
     except Exception:  # values stay as they are, and sites that need their shapes say so
         return
+    finally:
+        remove_functions(model)
     for info in proto.graph.value_info:
         value = values.get(info.name)
         if value is None:
