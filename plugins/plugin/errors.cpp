@@ -1,8 +1,6 @@
 // Refusals: where the line is kept, and the way it takes to the user.
 #include "errors.h"
 
-#include <NvInferRuntime.h>
-
 #include <atomic>
 #include <cstdio>
 

@@ -2,11 +2,9 @@
 #ifndef MOETRT_PLUGIN_ERRORS_H
 #define MOETRT_PLUGIN_ERRORS_H
 
-#include <string>
+#include <NvInferRuntime.h>
 
-namespace nvinfer1 {
-class ILoggerFinder;
-}
+#include <string>
 
 namespace moetrt {
 

@@ -24,9 +24,11 @@
 namespace moetrt {
 namespace {
 
+/// Never destroyed: a registry may look at its creators until the process ends.
 FinalizeCreator& creator(size_t index) {
-    static std::array<FinalizeCreator, 2> list{FinalizeCreator(kOperators[0]), FinalizeCreator(kOperators[1])};
-    return list[index];
+    static auto* const list =
+        new std::array<FinalizeCreator, 2>{FinalizeCreator(kOperators[0]), FinalizeCreator(kOperators[1])};
+    return (*list)[index];
 }
 
 std::mutex& registrationMutex() {
@@ -35,8 +37,8 @@ std::mutex& registrationMutex() {
 }
 
 /// The registries that this library wrote to without being asked.
-std::vector<nvinfer1::IPluginRegistry*>& ownRegistrations() {
-    static std::vector<nvinfer1::IPluginRegistry*> registries;
+std::vector<void*>& ownRegistrations() {
+    static std::vector<void*> registries;
     return registries;
 }
 

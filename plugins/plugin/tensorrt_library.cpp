@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 using GetVersion = int32_t (*)();
-using GetRegistry = nvinfer1::IPluginRegistry* (*)();
+using GetRegistry = void* (*)();
 
 struct SiteFolder {
     const char* package;

@@ -8,10 +8,6 @@
 #include <string>
 #include <vector>
 
-namespace nvinfer1 {
-class IPluginRegistry;
-}
-
 namespace moetrt {
 
 /// TensorRT 11.4 is {11, 4}; TensorRT-RTX 1.7 is {1, 7}; {0, 0} is no TensorRT.
@@ -23,7 +19,7 @@ struct TensorRTVersion {
 struct TensorRTLibrary {
     std::string path;
     TensorRTVersion version;
-    nvinfer1::IPluginRegistry* registry;
+    void* registry;  ///< its IPluginRegistry, whose layout depends on the version
 };
 
 /// Every TensorRT library that is loaded now, in the order of loading.
