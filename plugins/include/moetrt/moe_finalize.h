@@ -1,7 +1,7 @@
 /* The C interface of libmoetrt_plugins: one struct that names every operand of a MoE tail, and the call that runs it.
  *
- * Both operators go through here: MoEFinalizeAddRMSNorm (gamma given) and MoEFinalizeAdd (gamma null). TensorRT's enqueue,
- * the PyTorch binding and the tests fill the same struct, so that all of them run the same kernel.
+ * Both operators go through here: MoEFinalizeAddRMSNorm (gamma given) and MoEFinalizeAdd (gamma null). TensorRT's
+ * enqueue, the PyTorch binding and the tests fill the same struct, so that all of them run the same kernel.
  */
 #ifndef MOETRT_MOE_FINALIZE_H
 #define MOETRT_MOE_FINALIZE_H
@@ -15,11 +15,7 @@ extern "C" {
 /* Changes whenever the struct below or the meaning of a call changes. */
 #define MOETRT_ABI_VERSION 1
 
-typedef enum {
-    MOETRT_FLOAT = 0,
-    MOETRT_HALF = 1,
-    MOETRT_BFLOAT16 = 2
-} moetrt_dtype;
+typedef enum { MOETRT_FLOAT = 0, MOETRT_HALF = 1, MOETRT_BFLOAT16 = 2 } moetrt_dtype;
 
 /*
  * routed[t]       = sum over k of expert_weights[t,k] * gemm2_permuted[map[t,k]]        (map -1: nothing is added)
@@ -37,15 +33,15 @@ typedef struct {
     int64_t row_stride;  /* Hp: elements from one row of gemm2_permuted to the next, >= hidden_size */
     int64_t hidden_size; /* H */
 
-    const void* gemm2_permuted;                   /* [R, Hp], dtype */
-    const void* expert_weights;                   /* [T, K], weights_dtype */
-    const int32_t* expanded_idx_to_permuted_idx;  /* [T, K], or null: row t*K+k */
-    const void* shared_output;                    /* [T, H], dtype, or null */
-    const void* shared_gate;                      /* [T, 1], gate_dtype, or null */
-    const void* residual;                         /* [T, H], dtype, or null */
-    const void* gamma;                            /* [H], gamma_dtype, or null: MoEFinalizeAdd */
-    void* norm_out;                               /* [T, H], dtype; null exactly where gamma is */
-    void* residual_out;                           /* [T, H], dtype; MoEFinalizeAdd's hidden */
+    const void* gemm2_permuted;                  /* [R, Hp], dtype */
+    const void* expert_weights;                  /* [T, K], weights_dtype */
+    const int32_t* expanded_idx_to_permuted_idx; /* [T, K], or null: row t*K+k */
+    const void* shared_output;                   /* [T, H], dtype, or null */
+    const void* shared_gate;                     /* [T, 1], gate_dtype, or null */
+    const void* residual;                        /* [T, H], dtype, or null */
+    const void* gamma;                           /* [H], gamma_dtype, or null: MoEFinalizeAdd */
+    void* norm_out;                              /* [T, H], dtype; null exactly where gamma is */
+    void* residual_out;                          /* [T, H], dtype; MoEFinalizeAdd's hidden */
 
     int32_t dtype;         /* moetrt_dtype of the rows, shared_output, residual and both outputs */
     int32_t weights_dtype; /* dtype or MOETRT_FLOAT */
@@ -75,7 +71,8 @@ void moetrt_clear_last_error(void);
 
 /*
  * Runs the tail on `stream` (a cudaStream_t; null is the default stream). Allocates nothing and does not synchronise.
- * Returns 0, or non-zero with the reason in moetrt_last_error(): a parameter that is not taken, or the launch's CUDA error.
+ * Returns 0, or non-zero with the reason in moetrt_last_error(): a parameter that is not taken, or the launch's CUDA
+ * error.
  */
 int32_t moetrt_moe_finalize(const moetrt_moe_finalize_params* params, void* stream);
 
