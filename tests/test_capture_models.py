@@ -1,4 +1,4 @@
-"""Transformers models exported: the file runs in ONNX Runtime with PyTorch's numbers, and holds the weights as they are.
+"""Transformers models exported: the file gives PyTorch's numbers in ONNX Runtime, and holds the weights as they are.
 
 Measured over these models, shapes and seeds: ONNX Runtime differs from PyTorch by at most 6e-7 of the largest logit.
 """
@@ -90,7 +90,8 @@ def test_deepseek_v3_of_the_demonstration() -> None:
     assert source.description == "DeepseekV3ForCausalLM"
     config = source.module.module.config
     assert (config.n_group, config.topk_group, config.routed_scaling_factor, config.n_shared_experts) == (4, 2, 2.5, 1)
-    assert config.first_k_dense_replace == 1 and config.num_hidden_layers == 4
+    assert config.first_k_dense_replace == 1
+    assert config.num_hidden_layers == 4
 
 
 def hit_experts(source: Source, inputs: dict[str, torch.Tensor]) -> list[set[int]]:
@@ -135,7 +136,8 @@ def test_case33_weights_keep_dtype_and_bytes(exported: Exported, family: str, dt
     for node in model.graph:
         if operator_of(node):
             rows, weights = node.inputs
-            assert rows is not None and weights is not None
+            assert rows is not None
+            assert weights is not None
             assert rows.dtype == node.outputs[0].dtype == wanted
             # DeepSeek's router works in float32 and its weights stay so; Qwen's are cast.
             assert weights.dtype == (ir.DataType.FLOAT if family == "deepseek_v3" else wanted)

@@ -18,6 +18,7 @@ class CausalLM(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.module = model
+        self.training = model.training
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.module(input_ids=input_ids, use_cache=False, return_dict=True).logits

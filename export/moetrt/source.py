@@ -181,7 +181,9 @@ def load_source(text: str, *, dtype: str | torch.dtype | None = None) -> Source:
     module_name, colon, attribute = text.partition(":")
     parts = [*module_name.split("."), *attribute.split(".")]
     if colon and all(part.isidentifier() for part in parts):
-        return as_source(_cast(_from_factory(module_name, attribute), chosen), f"'{text}'")
+        source = as_source(_cast(_from_factory(module_name, attribute), chosen), f"'{text}'")
+        source.module.eval()
+        return source
     if colon and "/" not in text:
         raise InputError(f"source was '{text}'; {_TAKEN}")
     raise InputError(f"source folder '{text}' does not exist; {_TAKEN}")
@@ -336,6 +338,7 @@ class FlatModule(torch.nn.Module):
         super().__init__()
         self.module = module
         self.rebuild = rebuild
+        self.training = module.training
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves, _ = flatten(self.call(*tensors))
