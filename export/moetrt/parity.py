@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx_ir as ir
 import torch
 
 from moetrt.backends import Progress
 from moetrt.errors import InputError
+from moetrt.library import find_plugin_library
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import make_model, named_inputs, operator_of, read_attributes
 from moetrt.reference import reference
@@ -157,7 +158,7 @@ def compare(
     seed: int = 0,
     sizes: Mapping[str, int] | None = None,
     engine_path: str | os.PathLike[str] | None = None,
-    plugin_library: str | os.PathLike[str] | None = None,
+    plugin_library: str | os.PathLike[str] | Literal[True] | None = True,
     backend: str | None = None,
     progress: Progress | None = None,
 ) -> ParityReport:
@@ -177,7 +178,8 @@ def compare(
         seed: of the inputs.
         sizes: of dynamic dimensions by symbol; the source's example sizes where left out.
         engine_path: an engine of the same file, run too; needs a GPU.
-        plugin_library, backend: for the engine, as of `moetrt.runners.tensorrt_runner`.
+        plugin_library: that the engine was built with; True is the one that came with the package, None is none.
+        backend: for the engine, as of `moetrt.backends.choose`.
         progress: called with one line at each step.
 
     Raises:
@@ -190,14 +192,11 @@ def compare(
     feed = source.make_inputs(seed, **(sizes or {}))
     _check_interface(model, path, source, feed)
     half = _half_dtype(model)
-    if half is not None and engine_path is not None:
-        raise InputError(
-            f"'{path}' is in {half.name.lower()}: its parity is measured by its float32 twin, which an engine has not; "
-            "compare the engine of a float32 export"
-        )
     shapes = {name: tuple(tensor.shape) for name, tensor in feed.items()}
+    engine: _Engine | None = None
+    if engine_path is not None:
+        engine = (engine_path, find_plugin_library() if plugin_library is True else plugin_library, backend)
     if half is None:
-        engine = None if engine_path is None else (engine_path, plugin_library, backend)
         results = _run(path, source.module, feed, source.output_names, engine=engine, say=say)
         how = f"{path.name} in ONNX Runtime{' and TensorRT' if engine else ''} against {source.description} in PyTorch"
         return ParityReport(path, source.description, seed, shapes, how, tuple(_judge_all(results)))
@@ -216,6 +215,9 @@ def compare(
         # The file holds constants that the exporter rounded to the model's dtype, such as attention's scale.
         judged = list(_judge_all(results, step=step))
         values = {**twin_feed, **results[_ORT]}
+        if engine is not None:
+            # A GPU runs the 16-bit model itself, so it is held against PyTorch in 16 bits.
+            judged += _judge_all(_run(None, source.module, feed, source.output_names, engine=engine, say=say))
         for tail in tails:
             say(f"comparing {tail.name} in {half.name.lower()}")
             judged += _compare_tail(tail, values, half, folder)
@@ -307,7 +309,7 @@ _Engine = tuple[str | os.PathLike[str], str | os.PathLike[str] | None, str | Non
 
 
 def _run(
-    path: Path,
+    path: Path | None,
     module: torch.nn.Module,
     feed: Mapping[str, torch.Tensor],
     output_names: Sequence[str],
@@ -323,8 +325,9 @@ def _run(
     runners: list[Any] = [
         TorchRunner(module, feed, output_names, name=_PYTORCH),
         TorchRunner(module, feed, output_names, float64=True, name=_GOLD),
-        OrtRunner(ort_session(path), name=_ORT),
     ]
+    if path is not None:
+        runners.append(OrtRunner(ort_session(path), name=_ORT))
     if engine is not None:
         engine_path, library, backend = engine
         runners.append(tensorrt_runner(engine_path, plugin_library=library, backend=backend, name=_TENSORRT))
@@ -333,7 +336,8 @@ def _run(
         try:
             results = Comparator.run(runners, data_loader=[dict(feed)])
         except PolygraphyException as error:
-            raise InputError(f"'{path}' could not be compared: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split())
+            raise InputError(f"'{path or engine}' could not be compared: {reason}") from error
         return {
             name: {output: torch.as_tensor(value) for output, value in iterations[0].items()}
             for name, iterations in results
