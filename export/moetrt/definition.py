@@ -97,7 +97,7 @@ def evaluate(spec: OperatorSpec, ops: Ops[V], given: Mapping[str, V]) -> tuple[V
                 return ops.shaped_like(x, given[name])
         return x
 
-    if spec is not FINALIZE_ADD_RMS_NORM:
+    if spec != FINALIZE_ADD_RMS_NORM:
         return (shaped(rounded),)
 
     stored = ops.compute(rounded)
