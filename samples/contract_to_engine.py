@@ -35,7 +35,7 @@ class MoELayer(torch.nn.Module):
         tokens = x.shape[0]
         weights, chosen = self.router(x).sigmoid().topk(TOP_K)  # [T, K] each
         # Your grouped GEMMs stand here. This one computes all first choices, then all second choices: route (t, k) is
-        # row k*T + t, and that is what the map says. A real kernel sorts by expert and pads; the map tells where rows are.
+        # row k*T + t, and that is what the map says. A real kernel sorts by expert and pads; the map says where.
         expert = chosen.t().reshape(-1)  # [K*T]
         activation = torch.nn.functional.silu(self.up[expert] @ x.repeat(TOP_K, 1).unsqueeze(-1))
         rows = (self.down[expert] @ activation).squeeze(-1)  # [K*T, H], not weighted
@@ -69,6 +69,7 @@ def block() -> Source:
         dynamic_shapes={"x": {0: "tokens"}, "residual": {0: "tokens"}},
         output_names=("norm_out", "residual_out"),
         tails_expected=1,
+        description="a MoE block",
     )
 
 
@@ -83,12 +84,11 @@ def main(folder: Path) -> None:
 
     # The mapped file runs in ONNX Runtime as it stands; its numbers are compared with PyTorch's.
     parity = compare(mapped, source, seed=1)
-    print(f"parity: {parity.verdict}")
+    print(f"parity: {'passed' if parity.passed else 'FAILED'}: {parity.worst.lines()[0]}")
 
     # One engine for 1 to 256 tokens, tuned for 16.
-    shape = {"min": (1, HIDDEN), "opt": (16, HIDDEN), "max": (256, HIDDEN)}
-    profiles = {name: (shape["min"], shape["opt"], shape["max"]) for name in ("x", "residual")}
-    engine = build_engine(mapped, folder / "block.engine", profiles=profiles)
+    bounds = ((1, HIDDEN), (16, HIDDEN), (256, HIDDEN))
+    engine = build_engine(mapped, folder / "block.engine", profiles={"x": bounds, "residual": bounds})
     print(f"engine: {engine.path}, {engine.backend} {engine.version}, plugin layers: {', '.join(engine.plugin_layers)}")
 
 

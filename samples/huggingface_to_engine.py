@@ -51,7 +51,7 @@ def main(model: Path, folder: Path) -> None:
         print(f"  not mapped: {site.name}: {site.reason}")
 
     parity = compare(mapped, source, seed=1)
-    print(f"parity: {parity.verdict}")
+    print(f"parity: {'passed' if parity.passed else 'FAILED'}: {parity.worst.lines()[0]}")
 
     # Batch 1 to 4, sequences of 1 to 128 tokens, tuned for one of 32.
     engine = build_engine(mapped, folder / "model.engine", profiles={"input_ids": ((1, 1), (1, 32), (4, 128))})

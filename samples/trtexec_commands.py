@@ -2,8 +2,8 @@
 
     python samples/trtexec_commands.py [MAPPED_ONNX]
 
-Prints a shell script for each tool; nothing is run. Both engines come from one file: with the library loaded TensorRT runs
-the plugin, without it the operator's body as its own layers, which is the baseline to compare with.
+Prints a shell script for each tool; nothing is run. Both engines come from one file: with the library loaded TensorRT
+runs the plugin, without it the operator's body as its own layers, which is the baseline to compare with.
 """
 
 import sys

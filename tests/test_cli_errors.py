@@ -1,6 +1,6 @@
 """Bad input on every entrance of the command line: one line that names it, exit code 2, and nothing half written.
 
-Covers cases 21, 29, 32 of the command line's side: a mapping that finds nothing, a wrong registry name, a wrong shape name.
+The command line's side of cases 21 (a mapping that finds nothing) and 32 (a wrong shape name).
 """
 
 import shutil

@@ -312,11 +312,13 @@ def compare_command(
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and inputs.")
 def demo_command(out: Any, output: str, seed: int) -> None:
     """Take a DeepSeek-V3-architecture model with random weights all the way to an engine."""
-    from moetrt.demo import run_demo
+    from moetrt.demo import print_summary, run_demo
 
-    failed = run_demo(out, output, seed=seed)
-    if failed:
-        raise Shortfall(f"demo: {', '.join(failed)} fell short")
+    result = run_demo(out, output, seed=seed)
+    print_summary(out, result)
+    short = [figure.what for figure in result.figures() if not figure.ok]
+    if short:
+        raise Shortfall(f"the demo fell short in: {', '.join(short)}")
 
 
 @_command("doctor")

@@ -79,7 +79,7 @@ class Output:
         seconds = time.monotonic() - started
         mark, style = ("ok", "green") if step.ok else ("FAILED", "bold red")
         self._console.print(
-            Text.assemble((f"{mark:<7}", style), f"{name:<26} {step.result}  ", (f"{seconds:.1f} s", "dim")),
+            Text.assemble((f"{mark:<7}", style), f"{name:<8} {step.result}  ", (f"{seconds:.1f} s", "dim")),
             soft_wrap=True,
         )
         for detail in step.details:

@@ -1,18 +1,73 @@
 """One model all the way: DeepSeek-V3's architecture from PyTorch to a TensorRT engine, each step checked as it goes."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moetrt import trtexec
 from moetrt.console import Output
 from moetrt.files import output_directory
 
-SOURCE = "moetrt.models:deepseek_v3"
-PROFILE = {"input_ids": ((1, 1), (1, 16), (4, 64))}
+if TYPE_CHECKING:
+    from moetrt.engine import EngineInfo
+    from moetrt.mapping import MappingReport
+    from moetrt.parity import ParityReport
 
-_BATCH, _SEQUENCE = 2, 24
-_STEPS = 6
+SOURCE = "moetrt.models:deepseek_v3"
+"""The model, as `moetrt export` takes it."""
+
+TAILS = 3
+"""How many MoE layers, and so tails, that model has."""
+
+PROFILE: Mapping[str, trtexec.Profile] = {"input_ids": ((1, 1), (1, 16), (4, 64))}
+"""Smallest, most common and largest [batch, seq] that the engines are built for."""
+
+_COMPARED = {"batch": 2, "seq": 24}
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the steps gave.
+
+    Attributes:
+        folder: where the files lie.
+        library: the plugin library.
+        report: of the mapping.
+        parity: ONNX Runtime against PyTorch.
+        engine: built with the plugin.
+        baseline: the same file built without it.
+    """
+
+    folder: Path
+    library: Path
+    report: "MappingReport"
+    parity: "ParityReport"
+    engine: "EngineInfo"
+    baseline: "EngineInfo"
+
+    def figures(self) -> list["Figure"]:
+        """What was wanted and what came out."""
+        report, worst = self.report, self.parity.worst
+        counts = (report.found, report.expected, report.mapped)
+        layers, native = len(self.engine.plugin_layers), len(self.baseline.plugin_layers)
+        return [
+            Figure(
+                "tails found / expected / mapped",
+                " / ".join([str(TAILS)] * 3),
+                " / ".join(map(str, counts)),
+                counts == (TAILS,) * 3,
+            ),
+            Figure(
+                "ONNX Runtime's error against float64",
+                f"<= {worst.worst_tolerance:.1e}",
+                f"{worst.worst:.1e} (PyTorch {worst.pytorch_worst:.1e})",
+                self.parity.passed,
+            ),
+            Figure("PLUGIN_V3 layers, with the plugin", str(TAILS), str(layers), layers == TAILS),
+            Figure("PLUGIN_V3 layers, without it", "0", str(native), native == 0),
+        ]
 
 
 @dataclass(frozen=True)
@@ -25,22 +80,19 @@ class Figure:
     ok: bool
 
 
-def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> list[str]:
-    """Runs every step, prints each and the summary.
+def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> DemoResult:
+    """Runs every step and prints it.
 
     Args:
         out: where to print.
         folder: where the files go.
         seed: of the inputs that PyTorch and ONNX Runtime are compared on.
 
-    Returns:
-        What fell short, empty when nothing did.
-
     Raises:
         MoetrtError: a step could not be done at all.
     """
     target = output_directory(folder)
-    # Heavy imports come after the folder is known to be writable.
+    # Slow to import: not before the folder is known to be writable.
     from moetrt import backends
     from moetrt.capture import export
     from moetrt.engine import build_engine
@@ -53,95 +105,78 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> l
     library = find_plugin_library()
     backends.choose(backends.TENSORRT_RTX, progress=out.line)
 
-    with out.step(f"[1/{_STEPS}] model") as step:
+    with out.step(_title(1, "model")) as step:
         source = load_source(SOURCE)
         step.result = f"{source.description}, random weights, {source.tails_expected} MoE layers"
 
-    with out.step(f"[2/{_STEPS}] export to ONNX") as step:
+    with out.step(_title(2, "export to ONNX")) as step:
         exported = export(source, target, progress=step.progress)
         step.result = f"{exported.model_path.name}: {exported.nodes} nodes, opset {exported.opset}"
 
     mapped = target / "mapped.onnx"
-    with out.step(f"[3/{_STEPS}] map the tails") as step:
+    with out.step(_title(3, "map the tails")) as step:
         report = map_file(exported.model_path, mapped, report_path=target / "report.json")
         step.ok = report.complete
-        step.result = f"{mapped.name}: {report.found} found, {report.expected} expected, {report.mapped} mapped"
-        step.details = [f"{site.name}: {site.operator or site.reason}" for site in report.sites]
+        step.result = f"{mapped.name}: {report.summary()}"
+        step.details = [site.name if site.matched else f"{site.name}: {site.reason}" for site in report.sites]
 
-    with out.step(f"[4/{_STEPS}] ONNX Runtime, PyTorch") as step:
-        sizes = {"batch": _BATCH, "seq": _SEQUENCE}
-        parity = compare(mapped, source, seed=seed, sizes=sizes, progress=step.progress)
+    with out.step(_title(4, "compare, by Polygraphy")) as step:
+        parity = compare(mapped, source, seed=seed, sizes=_COMPARED, progress=step.progress)
         step.ok = parity.passed
-        step.result = "agree" if parity.passed else "DIFFER"
+        step.result = f"ONNX Runtime and PyTorch {'agree' if parity.passed else 'DIFFER'}"
         step.details = parity.lines()
 
-    engines = {}
-    for number, plugin in ((5, library), (6, None)):
-        with out.step(f"[{number}/{_STEPS}] engine {'with the' if plugin else 'without'} plugin") as step:
+    def build(plugin: Path | None, name: str, title: str) -> "EngineInfo":
+        with out.step(title) as step:
             engine = build_engine(
                 mapped,
-                target / f"{'plugin' if plugin else 'baseline'}.engine",
+                target / name,
                 backend=backends.TENSORRT_RTX,
                 plugin_library=plugin,
                 profiles=PROFILE,
                 progress=step.progress,
             )
-            engines[plugin is not None] = engine
-            step.ok = len(engine.plugin_layers) == (report.expected if plugin else 0)
-            step.result = f"{engine.path.name}: {engine.layer_count} layers, {len(engine.plugin_layers)} of the plugin"
+            step.ok = len(engine.plugin_layers) == (TAILS if plugin else 0)
+            step.result = f"{name}: {engine.layer_count} layers, {len(engine.plugin_layers)} of them PLUGIN_V3"
             step.details = [f"PLUGIN_V3 {layer}" for layer in engine.plugin_layers]
+        return engine
 
-    with_plugin, baseline = engines[True], engines[False]
-    worst = parity.worst
-    figures = [
-        Figure(
-            "tails found / expected / mapped",
-            f"{source.tails_expected} each",
-            f"{report.found} / {report.expected} / {report.mapped}",
-            report.complete,
-        ),
-        Figure("worst error against float64", f"<= {worst.worst_tolerance:.1e}", f"{worst.worst:.1e}", parity.passed),
-        Figure("  PyTorch's own", "", f"{worst.pytorch_worst:.1e}", True),
-        Figure(
-            "PLUGIN_V3 layers, with the plugin",
-            str(source.tails_expected),
-            str(len(with_plugin.plugin_layers)),
-            len(with_plugin.plugin_layers) == source.tails_expected,
-        ),
-        Figure("PLUGIN_V3 layers, without", "0", str(len(baseline.plugin_layers)), not baseline.plugin_layers),
-    ]
-    _summary(out, target, figures, f"{with_plugin.backend} {with_plugin.version}")
-    _commands(out, mapped, library)
-    return [figure.what.strip() for figure in figures if not figure.ok]
+    engine = build(library, "plugin.engine", _title(5, "build with the plugin"))
+    baseline = build(None, "baseline.engine", _title(6, "build without it"))
+    return DemoResult(target, library, report, parity, engine, baseline)
 
 
-def _summary(out: Output, target: Path, figures: list[Figure], backend: str) -> None:
+def _title(number: int, what: str) -> str:
+    return f"[{number}/6] {what:<22}"
+
+
+def print_summary(out: Output, result: DemoResult) -> None:
+    """Prints what came out, where the files lie, and what to run on a machine with a GPU."""
     out.line()
     out.heading("Summary")
-    out.table(
-        ("", "wanted", "got", ""),
-        [(figure.what, figure.wanted, figure.got, "ok" if figure.ok else "FELL SHORT") for figure in figures],
-    )
+    rows = [(figure.what, figure.wanted, figure.got, "ok" if figure.ok else "SHORT") for figure in result.figures()]
+    out.table(("", "wanted", "got", ""), rows)
     out.line()
-    out.line(f"Files in {target.resolve()}")
+    out.line(f"Files in {result.folder.resolve()}:")
     for name, what in (
-        ("model.onnx", "the exported model; its weights, and mapped.onnx's, are in model.onnx.data"),
-        ("mapped.onnx", "each tail one plugin node, with the operator's body as a function"),
+        ("model.onnx", "the exported model; its weights, mapped.onnx's too, are in model.onnx.data"),
+        ("mapped.onnx", "each tail is one plugin node, with the operator's body as a function"),
         ("report.json", "each tail, its attributes, dtypes and shapes"),
-        ("plugin.engine", f"built by {backend} with the plugin"),
-        ("baseline.engine", "the same file built without it"),
+        ("plugin.engine", f"{result.engine.backend} {result.engine.version}, with the plugin; see plugin.engine.json"),
+        ("baseline.engine", "the same file, built without it"),
     ):
-        out.line(f"  {name:<16} {what}")
-
-
-def _commands(out: Output, mapped: Path, library: Path) -> None:
+        out.line(f"  {name:<16}{what}")
     out.line()
-    out.heading("On a GPU machine (H100, H200, B200 too), with TensorRT 11's trtexec")
-    engine = mapped.with_name("gpu.engine")
+    out.line("On a machine with a GPU, TensorRT 11 (H100, H200 and B200 need it) builds and times the same file:")
+    out.line()
+    mapped, engine = result.folder / "mapped.onnx", result.folder / "gpu.engine"
     shapes = {name: best for name, (_, best, _) in PROFILE.items()}
     for command in (
-        trtexec.build_command(mapped, engine, plugin_library=library, profile=PROFILE),
-        trtexec.run_command(engine, plugin_library=library, shapes=shapes, export_prefix=mapped.with_name("gpu")),
+        trtexec.build_command(mapped, engine, plugin_library=result.library, profile=PROFILE),
+        trtexec.run_command(engine, plugin_library=result.library, shapes=shapes, export_prefix=result.folder / "gpu"),
     ):
         out.line(trtexec.command_text(command))
-    out.line("Without --dynamicPlugins the first builds the baseline. samples/trtexec_commands.py: other versions.")
+    out.line()
+    out.line(
+        "Left without --dynamicPlugins, both give the baseline. samples/trtexec_commands.py has TensorRT 10 and RTX."
+    )
