@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from tests.mapping_graphs import FLOAT, HIDDEN, Graph, NormForm, feeds, full_tail
 
 from moetrt.equivalence import compare_models
-from moetrt.errors import InputError
+from moetrt.errors import InputError, InputTypeError
 from moetrt.mapping import EXPECTED_KEY, MappingReport, Site, inference_problem, map_file, map_model
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
@@ -838,3 +838,10 @@ def test_broken_operator_node_is_named() -> None:
     g.nodes[0].attribute.append(helper.make_attribute("has_shared_output", 1))
     with pytest.raises(InputError, match=r"node 'node_moefinalizeadd_0' \(MoEFinalizeAdd\): its inputs were"):
         map_model(ir.from_proto(g.proto()))
+
+
+def test_map_of_int64_is_named() -> None:
+    g = full_tail()
+    g.inputs["map"] = helper.make_tensor_value_info("map", TensorProto.INT64, ["T", 3])
+    with pytest.raises(InputTypeError, match="input expanded_idx_to_permuted_idx was int64; int32 is taken"):
+        map_model(g.model())

@@ -10,11 +10,11 @@ from typing import Any
 import onnx_ir as ir
 
 from moetrt.errors import MoetrtError
-from moetrt.mapping import EXPECTED_KEY, MAPPED_FORM, map_model
+from moetrt.mapping import EXPECTED_KEY, MAPPED_FORM, check_operator_node, map_model
 from moetrt.onnx_files import load_model
 from moetrt.onnx_op import named_inputs, operator_of, read_attributes
 from moetrt.segments.reading import dims
-from moetrt.spec import DOMAIN, OPERATORS, PLUGIN_NAMESPACE, PLUGIN_VERSION, Operand, check_operands
+from moetrt.spec import DOMAIN, OPERATORS, PLUGIN_NAMESPACE, PLUGIN_VERSION
 
 FUNCTION = "the function body"
 PLUGIN = "the plugin"
@@ -169,10 +169,10 @@ def spelling_differences(node: ir.Node) -> list[str]:
 def _tail(node: ir.Node, model: ir.Model, warnings: list[str]) -> TailNode:
     spec = OPERATORS[node.op_type]
     try:
+        check_operator_node(node)
         given = named_inputs(node)
         attributes = read_attributes(node)
-        _check(node, given)
-    except (MoetrtError, ValueError) as error:
+    except MoetrtError as error:
         warnings.append(str(error))
         given = {f"input {index}": value for index, value in enumerate(node.inputs) if value is not None}
         attributes = {}
@@ -186,21 +186,6 @@ def _tail(node: ir.Node, model: ir.Model, warnings: list[str]) -> TailNode:
         plugin_namespace=_text(node, "plugin_namespace"),
         function=node.op_identifier() in model.functions,
     )
-
-
-def _check(node: ir.Node, given: dict[str, ir.Value]) -> None:
-    if any(value.dtype is None or value.shape is None for value in given.values()):
-        return
-    operands = {
-        name: Operand(str(_numpy_name(value)), [size if isinstance(size, int) else None for size in dims(value) or ()])
-        for name, value in given.items()
-    }
-    check_operands(OPERATORS[node.op_type], operands, where=f"node '{node.name}' ({node.op_type})")
-
-
-def _numpy_name(value: ir.Value) -> str:
-    assert value.dtype is not None
-    return str(value.dtype.numpy())
 
 
 def _described(value: ir.Value) -> dict[str, Any]:

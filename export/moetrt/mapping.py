@@ -35,7 +35,9 @@ from moetrt.spec import (
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
     OperatorSpec,
+    check_operands,
 )
+from moetrt.spec import Operand as KnownOperand
 
 EXPECTED_KEY = "moetrt.tails_expected"
 """Key of the model's metadata under which capture writes how many tails the model has."""
@@ -198,6 +200,9 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     opset = model.graph.opset_imports.get("", 0)
     if opset < _OLDEST_OPSET:
         raise InputError(f"the model's opset was {opset}; {_OLDEST_OPSET} or later is taken")
+    for node in _all_nodes(model):
+        if operator_of(node) is not None:
+            check_operator_node(node)
     remove_functions(model)
     _inline_functions_with_tails(model)
     _fill_in_shapes(model)
@@ -215,6 +220,26 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
 
 
 _OLDEST_OPSET = 17
+
+
+def check_operator_node(node: ir.Node) -> None:
+    """Checks the inputs and attributes of one of moetrt's nodes, as far as the graph says their dtypes and shapes.
+
+    Raises:
+        InputError, InputTypeError: what is not taken.
+    """
+    try:
+        given = named_inputs(node)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    read_attributes(node)
+    operands = {}
+    for name, value in given.items():
+        if value.dtype is None or value.shape is None:
+            return
+        sizes = [size if isinstance(size, int) else None for size in dims(value) or ()]
+        operands[name] = KnownOperand(str(value.dtype.numpy()), sizes)
+    check_operands(OPERATORS[node.op_type], operands, where=f"node '{node.name}' ({node.op_type})")
 
 
 def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -281,7 +306,7 @@ class _Mapper:
             _write_plugin_attributes(node)
             self.sites.append(_site(node, MAPPED_FORM, True, None))
             return
-        seed = _seed_at(node)
+        seed = captured.seed_at(node) or gather.seed_at(node)
         if seed is None:
             return
         if seed.problem is not None:
@@ -377,15 +402,6 @@ class _Mapper:
             number += 1
             candidate = f"{name}_{number}"
         return candidate
-
-
-def _seed_at(node: ir.Node) -> Seed | None:
-    try:
-        return captured.seed_at(node) or gather.seed_at(node)
-    except MoetrtError:
-        raise
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def _sum_attributes(seed: Seed, tail: Tail, shared: Term | None) -> dict[str, float | int]:

@@ -1,0 +1,271 @@
+"""The contract written in plain PyTorch is found after torch.onnx has translated it, and gives PyTorch's numbers."""
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from tests.mapping_graphs import Graph, NormForm
+from torch import Tensor, nn
+
+from moetrt.equivalence import run_model
+from moetrt.mapping import MappingReport, Site, inference_problem, map_model
+from moetrt.onnx_op import operator_of
+
+TOKENS, TOP_K, ROWS, HIDDEN = 6, 2, 20, 16
+BATCH = 2
+
+Finalize = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def where_rows(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    picked = torch.where((index >= 0)[..., None], rows[index.clamp(min=0).long()], 0.0)
+    return (picked * weights[..., None]).sum(1)
+
+
+def where_without_clamp(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    return (weights.unsqueeze(-1) * torch.where((index < 0).unsqueeze(-1), 0.0, rows[index.long()])).sum(dim=1)
+
+
+def masked_fill_einsum(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    tokens, top_k = index.shape
+    picked = torch.index_select(rows, 0, index.clamp(min=0).reshape(-1)).reshape(tokens, top_k, -1)
+    return torch.einsum("tk,tkh->th", weights, picked.masked_fill((index == -1).unsqueeze(-1), 0))
+
+
+def masked_weights_flat(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    tokens, top_k = index.shape
+    at = torch.where(index < 0, torch.zeros_like(index), index)
+    picked = torch.index_select(rows, 0, at.view(-1)) * (weights * (index != -1)).view(-1, 1)
+    return picked.view(tokens, top_k, -1).sum(dim=1)
+
+
+def masked_weights_bmm(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    kept = weights.masked_fill(index < 0, 0.0)
+    return torch.bmm(kept.unsqueeze(1), rows[index.clamp_min(0).long()]).squeeze(1)
+
+
+def mask_multiplied_in_float32(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    picked = rows[index.clamp(0, rows.shape[0] - 1).long()].float() * weights.float().unsqueeze(-1)
+    return (picked * (index >= 0).unsqueeze(-1)).sum(-2).to(rows.dtype)
+
+
+def masked_index_einsum(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """torch.onnx leaves int32 indices in a GatherND, which ONNX does not take: only the mapped file is valid."""
+    valid = index > -1
+    picked = rows[torch.where(valid, index, 0)]
+    return torch.einsum(
+        "abc,ab->ac", torch.where(valid.unsqueeze(-1), picked, torch.zeros((), dtype=rows.dtype)), weights
+    )
+
+
+def scaled_products(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    picked = rows[index.clamp(min=0).long()].masked_fill(~(index >= 0)[..., None], 0.0)
+    return (picked * weights[..., None] * 2.5).sum(1)
+
+
+def without_weights(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    return torch.where((index >= 0)[..., None], rows[index.clamp(min=0).long()], 0.0).sum(1)
+
+
+def clamped_and_unmasked(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """An entry of -1 reads row 0 here, so the operator gets the clamped map."""
+    return (rows[index.clamp(min=0).long()] * weights[..., None]).sum(1)
+
+
+def inverse_permutation(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """The map is computed: where each route went when routes were sorted by expert."""
+    tokens, top_k = index.shape
+    place = torch.argsort(torch.argsort(index.flatten()))
+    return (rows[place].view(tokens, top_k, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+FORMS: dict[str, Finalize] = {
+    form.__name__: form
+    for form in (
+        where_rows,
+        where_without_clamp,
+        masked_fill_einsum,
+        masked_weights_flat,
+        masked_weights_bmm,
+        mask_multiplied_in_float32,
+        masked_index_einsum,
+        scaled_products,
+        without_weights,
+        clamped_and_unmasked,
+        inverse_permutation,
+    )
+}
+
+
+class Tail(nn.Module):
+    """A finalize, a shared expert's output, the residual and the RMSNorm as Llama writes it."""
+
+    def __init__(self, finalize: Finalize) -> None:
+        super().__init__()
+        self.finalize = finalize
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
+
+    def forward(
+        self, rows: Tensor, weights: Tensor, index: Tensor, shared: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        moe = self.finalize(rows, weights, index).to(rows.dtype) + shared
+        hidden = residual + moe.view(residual.shape)
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.gamma * wide.to(hidden.dtype), hidden
+
+
+def inputs(
+    dtype: torch.dtype, index_dtype: torch.dtype, weights_dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, ...]:
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    index = torch.randint(-1, ROWS, (TOKENS, TOP_K), generator=random)
+    index[0, 0], index[1] = -1, -1
+    return (
+        normal(ROWS, HIDDEN).to(dtype),
+        normal(TOKENS, TOP_K).to(weights_dtype),
+        index.to(index_dtype),
+        normal(TOKENS, HIDDEN).to(dtype),
+        normal(BATCH, TOKENS // BATCH, HIDDEN).to(dtype),
+    )
+
+
+def export(module: nn.Module, example: tuple[Tensor, ...]) -> ir.Model:
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = ({0: dynamic}, {0: dynamic}, {0: dynamic}, {0: dynamic}, {0: dynamic, 1: dynamic})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            module, example, dynamic_shapes=shapes[: len(example)], opset_version=22, dynamo=True, verbose=False
+        )
+    assert program is not None
+    return program.model
+
+
+def check(finalize: Finalize, dtype: torch.dtype, index_dtype: torch.dtype, weights_dtype: torch.dtype) -> Site:
+    """Exports and maps the module; ONNX Runtime must give what PyTorch gives."""
+    example = inputs(dtype, index_dtype, weights_dtype)
+    module = Tail(finalize).to(dtype)
+    model = export(module, example)
+    report = map_model(model)
+    assert inference_problem(model) is None
+    assert (report.found, report.mapped) == (1, 1), [site.reason for site in report.sites]
+    assert [node.op_type for node in model.graph if operator_of(node)] == ["MoEFinalizeAddRMSNorm"]
+    for seed in range(3):
+        tensors = inputs(dtype, index_dtype, weights_dtype, seed)
+        names = [value.name or "" for value in model.graph.inputs]
+        values = run_model(model, dict(zip(names, (tensor.numpy() for tensor in tensors), strict=False)))
+        with torch.no_grad():
+            expected = module(*tensors)
+        tolerance = 4e-3 if dtype == torch.float16 else 2e-6
+        for got, want in zip(values.values(), expected, strict=True):
+            np.testing.assert_allclose(got, want.numpy(), rtol=tolerance, atol=tolerance * float(want.abs().max()))
+    return report.sites[0]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_spelling_is_found(name: str) -> None:
+    finalize = FORMS[name]
+    site = check(finalize, torch.float32, torch.int32, torch.float32)
+    assert site.form == "gather"
+    assert site.inputs["expanded_idx_to_permuted_idx"]["dtype"] == "INT32"
+    assert site.attributes["apply_expert_weights"] == int(name != "without_weights")
+    assert site.attributes["routed_scaling_factor"] == (2.5 if name == "scaled_products" else 1.0)
+    if name not in ("inverse_permutation", "clamped_and_unmasked"):
+        assert site.inputs["expanded_idx_to_permuted_idx"]["value"] == "index"
+
+
+@pytest.mark.parametrize("name", ["where_rows", "mask_multiplied_in_float32"])
+def test_int64_map_is_cast(name: str) -> None:
+    assert check(FORMS[name], torch.float32, torch.int64, torch.float32).matched
+
+
+@pytest.mark.parametrize("name", ["where_rows", "mask_multiplied_in_float32", "masked_weights_flat"])
+@pytest.mark.parametrize("weights_dtype", [torch.float16, torch.float32])
+def test_half_precision_rows(name: str, weights_dtype: torch.dtype) -> None:
+    """The rows' dtype is the operator's, also where the products are summed in float32."""
+    site = check(FORMS[name], torch.float16, torch.int32, weights_dtype)
+    assert site.dtype == "FLOAT16"
+    assert site.inputs["expert_weights"]["dtype"] == ("FLOAT16" if weights_dtype == torch.float16 else "FLOAT")
+    assert site.attributes["weight_before_cast"] == 0
+
+
+def reported(finalize: Finalize) -> MappingReport:
+    example = inputs(torch.float32, torch.int32, torch.float32)
+    model = export(Tail(finalize), example)
+    return map_model(model)
+
+
+def unmasked(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    return (rows[index.long()] * weights[..., None]).sum(1)
+
+
+def masked_by_another_value(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    other = (index + 1).clamp(max=3)
+    return (torch.where((other >= 0)[..., None], rows[index.clamp(min=0).long()], 0.0) * weights[..., None]).sum(1)
+
+
+def two_factors(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    picked = torch.where((index >= 0)[..., None], rows[index.clamp(min=0).long()], 0.0)
+    return (picked * weights[..., None] * weights.exp()[..., None]).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("finalize", "words"),
+    [
+        (unmasked, "entries of -1 in the map 'index' would read the last row: mask them"),
+        (masked_by_another_value, "is made from another value than the map 'index'"),
+        (two_factors, "multiplied by more than one factor"),
+    ],
+)
+def test_what_would_be_wrong_is_not_mapped(finalize: Finalize, words: str) -> None:
+    report = reported(finalize)
+    assert (report.found, report.mapped, report.complete) == (1, 0, False)
+    assert report.sites[0].operator is None
+    assert words in (report.sites[0].reason or "")
+
+
+def test_other_sums_of_gathered_rows_are_no_tails() -> None:
+    """A bag of embeddings: the rows are a weight of the model."""
+
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(ROWS, HIDDEN))
+
+        def forward(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+            return where_rows(self.table, weights, index) + rows[:1]
+
+    model = export(Bag(), inputs(torch.float32, torch.int32, torch.float32)[:3])
+    assert map_model(model).found == 0
+    assert not any(operator_of(node) for node in model.graph)
+
+
+def test_sum_over_another_axis_is_no_tail() -> None:
+    g = Graph()
+    rows, index = g.input("rows", ["R", HIDDEN]), g.input("index", ["T", TOP_K], 6)
+    weights = g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1))
+    picked = g.mul(g.op("Gather", rows, index), weights)
+    g.output(g.op("ReduceSum", picked, g.ints(0), keepdims=0))
+    assert map_model(g.model()).found == 0
+
+
+def test_gathered_rows_with_another_reader_stay() -> None:
+    """Something else reads the gathered rows: their nodes stay for it, and the tail is mapped all the same."""
+    g = Graph()
+    rows, index = g.input("rows", ["R", HIDDEN]), g.input("map", ["T", TOP_K], 6)
+    weights = g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1))
+    picked = g.op("Gather", rows, g.op("Max", index, g.const(0, 6)))
+    value = g.op("ReduceSum", g.mul(picked, weights), g.ints(1), keepdims=0)
+    hidden = g.add(value, g.input("residual", ["T", HIDDEN]))
+    g.output(NormForm().write(g, hidden, rank=2), g.op("Neg", picked))
+    model = g.model()
+    assert map_model(model).mapped == 1
+    assert [node.op_type for node in model.graph] == ["Max", "Gather", "MoEFinalizeAddRMSNorm", "Neg"]
