@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -118,10 +119,11 @@ def make_profile(
     profile: dict[str, Profile] = {}
     named: dict[str, tuple[tuple[int, int, int], str]] = {}
     for name, (low, best, high) in given.items():
+        dimensions = _checked_dims(inputs[name], {"min": low, "opt": best, "max": high})
         nearest = next(sizes for sizes in (best, high, low) if sizes is not None)
         low, high = nearest if low is None else low, nearest if high is None else high
         profile[name] = bounds = (tuple(low), tuple(nearest), tuple(high))
-        for axis, dimension in enumerate(_checked_dims(inputs[name], bounds)):
+        for axis, dimension in enumerate(dimensions):
             symbol = dimension.value if isinstance(dimension, ir.SymbolicDim) else None
             if symbol is not None:
                 sizes_of_axis = (bounds[0][axis], bounds[1][axis], bounds[2][axis])
@@ -153,22 +155,23 @@ def _dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:
     return list(value.shape)
 
 
-def _checked_dims(value: ir.Value, bounds: Profile) -> list[int | ir.SymbolicDim]:
+def _checked_dims(value: ir.Value, bounds: Mapping[str, Sequence[int] | None]) -> list[int | ir.SymbolicDim]:
     dimensions = _dims_of(value)
     taken = "x".join(str(dim) if isinstance(dim, int) else (dim.value or "?") for dim in dimensions)
-    for which, shape in zip(("min", "opt", "max"), bounds, strict=True):
+    given = [(which, shape) for which, shape in bounds.items() if shape is not None]
+    for which, shape in given:
         if len(shape) != len(dimensions):
             raise InputError(
                 f"{which} shape of '{value.name}' was {_dims(shape)}, rank {len(shape)}; "
-                f"rank {len(dimensions)}, {taken}, is taken"
+                f"rank {len(dimensions)}, [{taken}], is taken"
             )
         for size, dimension in zip(shape, dimensions, strict=True):
             if isinstance(dimension, int) and dimension != size:
                 raise InputError(
-                    f"{which} shape of '{value.name}' was {_dims(shape)}; {taken} is taken: "
+                    f"{which} shape of '{value.name}' was {_dims(shape)}; [{taken}] is taken: "
                     f"the model fixes {dimension} where {size} was given"
                 )
-    for lower, upper, below, above in (("min", "opt", *bounds[:2]), ("opt", "max", *bounds[1:])):
+    for (lower, below), (upper, above) in pairwise(given):
         if any(a > b for a, b in zip(below, above, strict=True)):
             raise InputError(
                 f"{lower} shape of '{value.name}', {_dims(below)}, is above its {upper} shape, {_dims(above)}"
@@ -213,32 +216,24 @@ def _title(node: ir.Node) -> str:
     return f"node '{node.name or (node.outputs[0].name if node.outputs else node.op_type)}'"
 
 
-def check_registry(model: ir.Model, creators: Iterable[PluginId]) -> list[str]:
+def check_registry(model: ir.Model, creators: Iterable[PluginId]) -> None:
     """Checks that each node of ours finds its plugin, before TensorRT parses the file.
 
-    TensorRT says the same sentence whether the op, the version or the namespace is wrong; this says which.
+    TensorRT says the same sentence whether the op, the version or the namespace is wrong; this says which. A node that
+    names no namespace and has a function in the file is passed over: TensorRT runs the function.
 
     Args:
         model: the mapped model.
         creators: (name, version, namespace) of each plugin that the registry has.
 
-    Returns:
-        Warnings: nodes for which TensorRT will run the function in the file although the plugin is there.
-
     Raises:
         InputError: a node's op, domain, ``plugin_version`` or ``plugin_namespace`` is not that of a plugin of ours.
     """
     ours = [creator for creator in creators if creator[0] in OPERATORS or creator[2] == PLUGIN_NAMESPACE]
-    warnings = []
     for node in our_nodes(model):
-        version = _string(node, "plugin_version")
-        if version is None and _has_function(model, node):
-            warnings.append(
-                f"{_title(node)} has no attribute plugin_version: TensorRT will run the function {node.op_type} "
-                "of the file, not the plugin"
-            )
+        version, namespace = _string(node, "plugin_version"), _string(node, "plugin_namespace")
+        if namespace is None and _has_function(model, node):
             continue
-        namespace = _string(node, "plugin_namespace")
         # What TensorRT's parser looks up: it takes the domain for the namespace where no attribute names one.
         asked = (node.op_type, version or "1", node.domain if namespace is None else namespace)
         if asked in ours and node.domain == DOMAIN:
@@ -250,7 +245,7 @@ def check_registry(model: ir.Model, creators: Iterable[PluginId]) -> list[str]:
         if node.op_type not in names:
             wrong.append(f"op was '{node.op_type}'; {' or '.join(names)} is taken")
         versions = sorted({v for name, v, _ in ours if name == node.op_type or node.op_type not in names})
-        if (version or "1") not in versions:
+        if asked[1] not in versions:
             wrong.append(f"plugin_version was '{version}'; '{' or '.join(versions)}' is taken")
         spaces = sorted({space for _, _, space in ours})
         if namespace is not None and namespace not in spaces:
@@ -258,6 +253,23 @@ def check_registry(model: ir.Model, creators: Iterable[PluginId]) -> list[str]:
         if node.domain != DOMAIN:
             wrong.append(f"domain was '{node.domain}'; '{DOMAIN}' is taken")
         raise InputError(f"{_title(node)} finds no plugin: {'; '.join(wrong)}")
+
+
+def run_as_functions(model: ir.Model, plugin_layers: Sequence[str]) -> list[str]:
+    """Warns of the nodes for which TensorRT runs the function in the file although the plugin is there.
+
+    Args:
+        model: the mapped model.
+        plugin_layers: the plugin layers of TensorRT's network, which bear the nodes' names.
+    """
+    warnings = []
+    for node in our_nodes(model):
+        lacking = [name for name in ("plugin_version", "plugin_namespace") if name not in node.attributes]
+        if node.name not in plugin_layers and _has_function(model, node) and (node.name or lacking):
+            why = f" has no attribute {' and no attribute '.join(lacking)}:" if lacking else ":"
+            warnings.append(
+                f"{_title(node)}{why} TensorRT runs the function {node.op_type} of the file, not the plugin"
+            )
     return warnings
 
 
@@ -270,7 +282,7 @@ def check_functions(model: ir.Model, *, with_plugin: bool) -> None:
     """
     input_lists: dict[str, dict[str, str]] = {}
     for node in our_nodes(model):
-        if with_plugin and "plugin_version" in node.attributes:
+        if with_plugin and ("plugin_namespace" in node.attributes or not _has_function(model, node)):
             continue
         if not _has_function(model, node):
             raise InputError(
@@ -351,7 +363,7 @@ def build_engine(
         plugin_library=library.name if library else None,
         plugin_library_sha256=library_sha256(library) if library else None,
         profile=profile,
-        warnings=tuple(tensorrt.warnings),
+        warnings=tuple(run_as_functions(model, plugin_layers)) if library else (),
     )
     # Entered first, so renamed last: an engine never lies beside the description of an older one.
     with ExitStack() as stack:
@@ -434,7 +446,6 @@ class _TensorRT:
 
     def __init__(self, chosen: Backend) -> None:
         self.chosen = chosen
-        self.warnings: list[str] = []
         self._library: PluginLibrary | None = None
         self._stack = ExitStack()
 
@@ -479,7 +490,7 @@ class _TensorRT:
                         # It was loaded by somebody before this TensorRT was.
                         build._library.register_creators()
                         creators = _creators(registry.all_creators_recursive)
-                    build.warnings += check_registry(model, creators)
+                    check_registry(model, creators)
                 elif _has_ours(creators):
                     # They are registered for the whole process: keep this builder from looking there.
                     registry.parent_search_enabled = False

@@ -1,0 +1,450 @@
+"""Engines built by TensorRT-RTX on this machine: with the plugin, without it, and everything that is refused."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from moetrt.engine import (
+    DEFAULT_RANGE,
+    build_engine,
+    check_functions,
+    check_registry,
+    make_profile,
+    parse_shapes,
+    read_sidecar,
+    run_as_functions,
+)
+from moetrt.errors import InputError
+from moetrt.onnx_op import attach_functions, make_model, make_node, operator_of, remove_functions
+from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, Operand
+
+HIDDEN, TOP_K = 8, 2
+OURS = [(spec.name, "1", "moetrt") for spec in (FINALIZE_ADD_RMS_NORM, FINALIZE_ADD)]
+
+
+def one_tail(tokens: int | None = 4, dtype: str = "float32") -> ir.Model:
+    """One node with its function; every operand is a graph input."""
+    operands = {
+        "gemm2_permuted": Operand(dtype, (16, HIDDEN)),
+        "expert_weights": Operand("float32", (tokens, TOP_K)),
+        "expanded_idx_to_permuted_idx": Operand("int32", (tokens, TOP_K)),
+        "residual": Operand(dtype, (tokens, HIDDEN)),
+        "gamma": Operand(dtype, (HIDDEN,)),
+    }
+    return make_model(FINALIZE_ADD_RMS_NORM, operands, {"routed_scaling_factor": 2.5})
+
+
+def node_of(model: ir.Model) -> ir.Node:
+    return next(node for node in model.graph if operator_of(node))
+
+
+def two_tails() -> ir.Model:
+    """Two nodes of one op whose optional inputs differ: with and without shared_output."""
+    model = one_tail()
+    first = node_of(model)
+    inputs = dict(zip([value.name or "" for value in first.inputs], first.inputs, strict=True))
+    shared = first.outputs[1]
+    second = make_node(FINALIZE_ADD_RMS_NORM, {**inputs, "shared_output": shared}, {}, name="second")
+    for position, output in enumerate(second.outputs):
+        output.name = f"second_{position}"
+        model.graph.outputs.append(output)
+    model.graph.append(second)
+    attach_functions(model)
+    return model
+
+
+def save(model: ir.Model, path: Path) -> Path:
+    ir.save(model, path)
+    return path
+
+
+def refused(path: Path, engine: Path, **options: object) -> str:
+    """The one line with which the build is refused; nothing may be left of it."""
+    before = sorted(engine.parent.iterdir()) if engine.parent.is_dir() else []
+    with pytest.raises(InputError) as caught:
+        build_engine(path, engine, **options)  # type: ignore[arg-type]
+    after = sorted(engine.parent.iterdir()) if engine.parent.is_dir() else []
+    assert after == before
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# ---------------------------------------------------------------------------------------------------- shapes, profiles
+
+
+def test_shapes_are_read_as_the_command_line_takes_them() -> None:
+    shapes = parse_shapes(["input_ids:1x16", "a:b:2,3", "length:5"])
+    assert shapes == {"input_ids": (1, 16), "a:b": (2, 3), "length": (5,)}
+
+
+@pytest.mark.parametrize("text", ["x", "x:", ":1x2", "x:1x", "x:1x-2", "x:ax2", "x:1 x 2", "x:1.5"])
+def test_a_text_that_is_no_shape_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"^shape was '.*'; NAME:DIMS is taken, such as hidden:4x2048$"):
+        parse_shapes([text])
+
+
+def test_a_shape_given_twice_is_refused() -> None:
+    with pytest.raises(InputError, match="shape of x is given twice: 1x2 and 1x3"):
+        parse_shapes(["x:1x2", "x:1x3"])
+
+
+def with_inputs(*shapes: tuple[str, tuple[int | str | None, ...]]) -> ir.Model:
+    values = [ir.Value(name=name, shape=ir.Shape(dims), type=ir.TensorType(ir.DataType.FLOAT)) for name, dims in shapes]
+    return ir.Model(ir.Graph(values, [], nodes=[], opset_imports={"": 20}), ir_version=10)
+
+
+IDS_AND_MASK = with_inputs(("ids", ("batch", "seq")), ("mask", ("batch", "seq")), ("scale", (1, None)))
+
+
+def test_dynamic_dimensions_have_the_default_range_and_static_ones_their_size() -> None:
+    low, best, high = DEFAULT_RANGE
+    profile = make_profile(IDS_AND_MASK)
+    assert profile["ids"] == ((low, low), (best, best), (high, high))
+    assert profile["scale"] == ((1, low), (1, best), (1, high))
+    assert list(profile) == ["ids", "mask", "scale"]
+
+
+def test_a_named_dimension_has_the_same_range_in_every_input() -> None:
+    profile = make_profile(IDS_AND_MASK, {"ids": (1, 2)}, {"ids": (2, 8)}, {"ids": (4, 16)})
+    assert profile["mask"] == profile["ids"] == ((1, 2), (2, 8), (4, 16))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"optimum": (2, 8)}, ((2, 8), (2, 8), (2, 8))),
+        ({"minimum": (1, 1), "maximum": (4, 16)}, ((1, 1), (4, 16), (4, 16))),
+        ({"minimum": (1, 1)}, ((1, 1), (1, 1), (1, 1))),
+        ({"optimum": (2, 8), "maximum": (4, 16)}, ((2, 8), (2, 8), (4, 16))),
+    ],
+)
+def test_a_bound_that_is_left_out_takes_the_nearest_one(given: dict[str, tuple[int, int]], expected: object) -> None:
+    assert make_profile(IDS_AND_MASK, **{which: {"ids": shape} for which, shape in given.items()})["ids"] == expected
+
+
+@pytest.mark.parametrize(
+    ("minimum", "optimum", "maximum", "message"),
+    [
+        ({"idz": (1, 1)}, {}, {}, "shape of 'idz': the model has no such input; its inputs are ids, mask, scale"),
+        ({"ids": (4, 4)}, {"ids": (2, 8)}, {}, "min shape of 'ids', 4x4, is above its opt shape, 2x8"),
+        ({}, {"ids": (2, 8)}, {"ids": (4, 4)}, "opt shape of 'ids', 2x8, is above its max shape, 4x4"),
+        ({}, {"ids": (8,)}, {}, "opt shape of 'ids' was 8, rank 1; rank 2, [batchxseq], is taken"),
+        (
+            {},
+            {"scale": (2, 3)},
+            {},
+            "opt shape of 'scale' was 2x3; [1x?] is taken: the model fixes 1 where 2 was given",
+        ),
+        (
+            {},
+            {"ids": (2, 8), "mask": (2, 9)},
+            {},
+            "dimension seq is 8/8/8 in ids and 9/9/9 in mask; one dimension has one range",
+        ),
+    ],
+    ids=["name", "min-opt", "opt-max", "rank", "static", "symbol"],
+)
+def test_case32_shapes_that_contradict_the_model_are_refused(
+    minimum: dict[str, tuple[int, ...]],
+    optimum: dict[str, tuple[int, ...]],
+    maximum: dict[str, tuple[int, ...]],
+    message: str,
+) -> None:
+    with pytest.raises(InputError) as caught:
+        make_profile(IDS_AND_MASK, minimum, optimum, maximum)
+    assert message in str(caught.value)
+
+
+def test_case32_the_build_refuses_them_before_tensorrt_starts(tmp_path: Path) -> None:
+    model = save(one_tail(tokens=None), tmp_path / "model.onnx")
+    line = refused(model, tmp_path / "out.engine", profiles={"residul": (None, (4, 8), None)})
+    assert line.startswith("shape of 'residul': the model has no such input; its inputs are gemm2_permuted,")
+
+
+# -------------------------------------------------------------------------------------------------------------- engines
+
+
+def test_one_file_with_the_plugin_and_without_it_in_one_process(tmp_path: Path, plugin_library: Path) -> None:
+    model = save(one_tail(), tmp_path / "model.onnx")
+    said: list[str] = []
+    with_plugin = build_engine(model, tmp_path / "a.engine", plugin_library=plugin_library, progress=said.append)
+    without = build_engine(model, tmp_path / "b.engine", plugin_library=None)
+    again = build_engine(model, tmp_path / "c.engine", plugin_library=plugin_library)
+    assert with_plugin.plugin_layers == again.plugin_layers == ("MoEFinalizeAddRMSNorm",)
+    assert with_plugin.layer_count == again.layer_count == 1
+    assert without.plugin_layers == ()
+    assert without.layer_count > 20
+    assert without.plugin_library is None
+    # The function's many kernels take more room than one plugin's parameters.
+    assert without.path.stat().st_size > 5 * with_plugin.path.stat().st_size
+    assert any("building 1 layers, 1 of them plugin layers" in line for line in said)
+    assert said[-1] == f"wrote {tmp_path / 'a.engine'}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_engines(tmp_path: Path, plugin_library: Path, dtype: str) -> None:
+    model = save(one_tail(dtype=dtype), tmp_path / "model.onnx")
+    assert build_engine(model, tmp_path / "a.engine", plugin_library=plugin_library).plugin_layers
+    assert not build_engine(model, tmp_path / "b.engine", plugin_library=None).plugin_layers
+
+
+def test_the_sidecar_describes_the_engine(tmp_path: Path, plugin_library: Path) -> None:
+    (tmp_path / "in").mkdir()
+    model = save(one_tail(tokens=None), tmp_path / "in" / "model.onnx")
+    engine = tmp_path / "out" / "tail.engine"
+    tokens = {"expert_weights": (1, TOP_K), "expanded_idx_to_permuted_idx": (1, TOP_K), "residual": (1, HIDDEN)}
+    profiles = {name: (low, (4, low[1]), (8, low[1])) for name, low in tokens.items()}
+    info = build_engine(model, engine, plugin_library=plugin_library, profiles=profiles, targets=["8.9", "SM120"])
+    content = json.loads(info.sidecar.read_text())
+    assert info.sidecar == Path(f"{engine}.json")
+    assert content == read_sidecar(engine)
+    assert content["backend"] == "tensorrt-rtx"
+    assert content["version"].startswith("1.")
+    assert content["targets"] == ["SM89", "SM120"]
+    assert content["plugin_library"] == plugin_library.name
+    assert content["plugin_library_sha256"] == hashlib.sha256(plugin_library.read_bytes()).hexdigest()
+    assert content["plugin_layers"] == ["MoEFinalizeAddRMSNorm"]
+    assert content["profile"]["residual"] == {"min": [1, 8], "opt": [4, 8], "max": [8, 8]}
+    assert content["profile"]["gamma"] == {"min": [8], "opt": [8], "max": [8]}
+    assert content["onnx_path"] == "../in/model.onnx"
+    assert content["onnx_sha256"] == hashlib.sha256(model.read_bytes()).hexdigest()
+    assert content["engine_sha256"] == hashlib.sha256(engine.read_bytes()).hexdigest()
+
+    engine.write_bytes(engine.read_bytes() + b"\0")
+    with pytest.raises(InputError, match="describes another engine"):
+        read_sidecar(engine)
+
+
+def test_targets_name_gpus_that_there_are(tmp_path: Path) -> None:
+    model = save(one_tail(), tmp_path / "model.onnx")
+    line = refused(model, tmp_path / "a.engine", plugin_library=None, targets=["SM90"])
+    assert line.startswith("target was 'SM90'; TensorRT-RTX 1.")
+    assert "SM89" in line
+
+
+def test_an_older_engine_stays_when_a_build_is_refused(tmp_path: Path) -> None:
+    engine = tmp_path / "a.engine"
+    engine.write_bytes(b"older")
+    broken = one_tail()
+    broken.graph.inputs[3].shape = ir.Shape([4, 7])
+    refused(save(broken, tmp_path / "model.onnx"), engine, plugin_library=None)
+    assert engine.read_bytes() == b"older"
+
+
+# ------------------------------------------------------------------------------------- the plugin is looked up by name
+
+
+def change(attribute: str, value: str) -> Callable[[ir.Node], None]:
+    def apply(node: ir.Node) -> None:
+        node.attributes[attribute] = ir.AttrString(attribute, value)
+
+    return apply
+
+
+def change_domain(node: ir.Node) -> None:
+    node.domain = "moe_trt"
+
+
+def change_op(node: ir.Node) -> None:
+    node.op_type = "MoEFinalizeAddRmsNorm"
+
+
+def drop_namespace_and_change_domain(node: ir.Node) -> None:
+    del node.attributes["plugin_namespace"]
+    node.domain = "moe_trt"
+
+
+CASE29 = {
+    "op": (change_op, "op was 'MoEFinalizeAddRmsNorm'; MoEFinalizeAdd or MoEFinalizeAddRMSNorm is taken"),
+    "version": (change("plugin_version", "2"), "plugin_version was '2'; '1' is taken"),
+    "namespace": (change("plugin_namespace", "moe"), "plugin_namespace was 'moe'; 'moetrt' is taken"),
+    "domain": (change_domain, "domain was 'moe_trt'; 'moetrt' is taken"),
+    "domain-for-namespace": (drop_namespace_and_change_domain, "domain was 'moe_trt'; 'moetrt' is taken"),
+}
+
+
+@pytest.mark.parametrize(("fault", "said"), CASE29.values(), ids=CASE29.keys())
+def test_case29_the_message_says_which_of_the_four_is_wrong(
+    tmp_path: Path, plugin_library: Path, fault: Callable[[ir.Node], None], said: str
+) -> None:
+    model = one_tail()
+    remove_functions(model)
+    fault(node_of(model))
+    # Against the plugins that TensorRT's own registry has.
+    model.graph.opset_imports["moe_trt"] = 1
+    line = refused(save(model, tmp_path / "m.onnx"), tmp_path / "a.engine", plugin_library=plugin_library)
+    assert line == f"node 'MoEFinalizeAddRMSNorm' finds no plugin: {said}"
+
+
+def test_case29_an_empty_registry_is_named() -> None:
+    with pytest.raises(InputError, match=r"needs the plugin MoEFinalizeAddRMSNorm; the registry has none of moetrt's"):
+        check_registry(one_tail(), [("ROIAlign_TRT", "2", "")])
+    check_registry(one_tail(), OURS)
+
+
+@pytest.mark.parametrize("lacking", [["plugin_namespace"], ["plugin_version", "plugin_namespace"]], ids="+".join)
+def test_case30_a_function_without_plugin_attributes_is_warned_of(
+    tmp_path: Path, plugin_library: Path, lacking: list[str]
+) -> None:
+    model = one_tail()
+    for name in lacking:
+        del node_of(model).attributes[name]
+    info = build_engine(save(model, tmp_path / "m.onnx"), tmp_path / "a.engine", plugin_library=plugin_library)
+    assert info.warnings == (
+        f"node 'MoEFinalizeAddRMSNorm' has no attribute {' and no attribute '.join(lacking)}: TensorRT runs the "
+        "function MoEFinalizeAddRMSNorm of the file, not the plugin",
+    )
+    # The warning is right.
+    assert info.plugin_layers == ()
+    assert json.loads(info.sidecar.read_text())["warnings"] == list(info.warnings)
+
+
+def test_case30_the_warning_is_read_off_the_network(tmp_path: Path, plugin_library: Path) -> None:
+    """TensorRT-RTX 1.7 takes the plugin where the version alone is missing; another may not. What it did counts."""
+    model = one_tail()
+    del node_of(model).attributes["plugin_version"]
+    info = build_engine(save(model, tmp_path / "m.onnx"), tmp_path / "a.engine", plugin_library=plugin_library)
+    assert bool(info.plugin_layers) != bool(info.warnings)
+    assert len(run_as_functions(model, [])) == 1
+    assert run_as_functions(model, ["MoEFinalizeAddRMSNorm"]) == []
+
+
+def test_functions_that_tensorrt_cannot_tell_apart_need_the_plugin(tmp_path: Path, plugin_library: Path) -> None:
+    model = save(two_tails(), tmp_path / "m.onnx")
+    line = refused(model, tmp_path / "a.engine", plugin_library=None)
+    assert "'MoEFinalizeAddRMSNorm' and node 'second' are MoEFinalizeAddRMSNorm with different optional inputs" in line
+    info = build_engine(model, tmp_path / "a.engine", plugin_library=plugin_library)
+    assert len(info.plugin_layers) == 2
+
+
+def test_a_file_without_functions_needs_the_plugin(tmp_path: Path, plugin_library: Path) -> None:
+    model = one_tail()
+    remove_functions(model)
+    path = save(model, tmp_path / "m.onnx")
+    assert "has no function of that name" in refused(path, tmp_path / "a.engine", plugin_library=None)
+    assert build_engine(path, tmp_path / "a.engine", plugin_library=plugin_library).plugin_layers
+    check_functions(model, with_plugin=True)
+
+
+def test_nodes_of_others_are_left_to_tensorrt() -> None:
+    model = with_inputs(("x", (2, 3)))
+    x = model.graph.inputs[0]
+    model.graph.append(ir.node("Gelu", [x], domain="com.microsoft"))
+    model.graph.append(ir.node("Other", [x], {"plugin_version": "1"}, domain="other"))
+    check_registry(model, OURS)
+    check_functions(model, with_plugin=False)
+    assert run_as_functions(model, []) == []
+
+
+# -------------------------------------------------------------------------------------------------------- refused files
+
+
+def wrong_map(model: ir.Model) -> None:
+    model.graph.inputs[2].dtype = ir.DataType.INT64
+
+
+def wrong_hidden(model: ir.Model) -> None:
+    model.graph.inputs[3].shape = ir.Shape([4, 7])
+
+
+def wrong_attribute(model: ir.Model) -> None:
+    node_of(model).attributes["weight_bias"] = ir.AttrFloat32("weight_bias", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (wrong_map, "input expanded_idx_to_permuted_idx was int64; int32 is taken"),
+        (wrong_hidden, "input residual was [4, 7]"),
+        (wrong_attribute, "attribute weight_bias was 3"),
+    ],
+    ids=["map of int64", "hidden size", "attribute"],
+)
+def test_the_plugins_refusal_is_the_line(
+    tmp_path: Path, plugin_library: Path, fault: Callable[[ir.Model], None], said: str
+) -> None:
+    model = one_tail()
+    fault(model)
+    line = refused(save(model, tmp_path / "m.onnx"), tmp_path / "a.engine", plugin_library=plugin_library)
+    assert line.startswith("MoEFinalizeAddRMSNorm 'MoEFinalizeAddRMSNorm': ")
+    assert said in line
+    assert str(tmp_path / "m.onnx") in line
+
+
+def test_what_tensorrt_refuses_by_itself_is_its_own_line(tmp_path: Path, plugin_library: Path) -> None:
+    model = with_inputs(("x", (2, 3)), ("y", (4, 5)))
+    node = ir.node("MatMul", list(model.graph.inputs), name="product")
+    node.outputs[0].name = "z"
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    node.outputs[0].shape = ir.Shape([2, 5])
+    model.graph.append(node)
+    model.graph.outputs.append(node.outputs[0])
+    # An earlier refusal of the plugin's must not be taken for this one's reason.
+    broken = one_tail()
+    wrong_hidden(broken)
+    refused(save(broken, tmp_path / "broken.onnx"), tmp_path / "a.engine", plugin_library=plugin_library)
+    path = save(model, tmp_path / "m.onnx")
+    line = refused(path, tmp_path / "a.engine", plugin_library=plugin_library)
+    assert line.startswith("tensorrt-rtx 1.")
+    assert f"does not take '{path}': " in line
+    assert "product" in line
+    assert "residual" not in line
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    engine = tmp_path / "a.engine"
+    missing = tmp_path / "missing.onnx"
+    assert refused(missing, engine) == f"ONNX model '{missing}' does not exist"
+    text = tmp_path / "text.onnx"
+    text.write_text("not a model\n" * 50)
+    assert refused(text, engine).startswith(f"'{text}' is not an ONNX model")
+    assert refused(tmp_path, engine) == f"ONNX model '{tmp_path}' is not a file"
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    model = with_inputs(("x", (2, 3)))
+    weight = ir.Value(name="w", const_value=ir.tensor(np.ones((3, 400), np.float32), name="w"))
+    model.graph.initializers["w"] = weight
+    node = ir.node("MatMul", [model.graph.inputs[0], weight])
+    node.outputs[0].name = "y"
+    node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([2, 400])
+    model.graph.append(node)
+    model.graph.outputs.append(node.outputs[0])
+    path = tmp_path / "m.onnx"
+    ir.save(model, path, external_data="weights.bin")
+    (tmp_path / "weights.bin").unlink()
+    line = refused(path, tmp_path / "a.engine", plugin_library=None)
+    assert "needs its data file 'weights.bin' beside it" in line
+
+
+def test_a_library_that_is_no_plugin_library_is_named(tmp_path: Path) -> None:
+    model = save(one_tail(), tmp_path / "m.onnx")
+    engine = tmp_path / "a.engine"
+    missing = tmp_path / "missing.so"
+    assert refused(model, engine, plugin_library=missing) == f"plugin library '{missing}' does not exist"
+    text = tmp_path / "text.so"
+    text.write_text("not a library\n" * 50)
+    assert refused(model, engine, plugin_library=text).startswith(f"plugin library '{text}' cannot be loaded: ")
+    import numpy._core._multiarray_umath as other
+
+    line = refused(model, engine, plugin_library=other.__file__)
+    assert line.startswith(f"plugin library '{other.__file__}' is not moetrt's")
+
+
+def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    model = save(one_tail(), tmp_path / "m.onnx")
+    with pytest.raises(InputError, match=r"^output folder '/proc/self/engines' cannot be written: "):
+        build_engine(model, "/proc/self/engines/a.engine", plugin_library=None)
+    with pytest.raises(InputError, match="is a folder"):
+        build_engine(model, tmp_path, plugin_library=None)
+
+
+def test_a_backend_that_cannot_build_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(one_tail(), tmp_path / "m.onnx")
+    assert refused(model, tmp_path / "a.engine", backend="onnx", plugin_library=None).startswith("backend was 'onnx'")
