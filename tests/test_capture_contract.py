@@ -9,9 +9,8 @@ import pytest
 import torch
 from tests.models import contract, families
 
-import moetrt.capture
 from moetrt.capture import OPSETS, capture, export, parse_dynamic
-from moetrt.errors import InputError
+from moetrt.errors import InputError, InputTypeError
 from moetrt.onnx_files import load_model
 from moetrt.onnx_op import named_inputs, operator_of, read_attributes
 from moetrt.source import Source, as_source
@@ -242,6 +241,15 @@ def test_a_module_that_cannot_be_exported(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr() == ("", "")
 
 
+def test_float64_rows_are_refused() -> None:
+    source = source_of("front")
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in source.example_inputs.items()}
+    with pytest.raises(
+        InputTypeError, match="MoEFinalizeAddRMSNorm': its rows were double; bfloat16, float16, float32 "
+    ):
+        capture(dataclasses.replace(source, module=source.module.double(), example_inputs=wide))
+
+
 def test_an_export_is_silent_and_tells_its_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     steps: list[str] = []
     export(source_of("front"), tmp_path, progress=steps.append)
@@ -270,4 +278,3 @@ def test_operators_are_named_after_their_modules() -> None:
     model = capture(as_source((Layers(), inputs, dynamic)))
     names = [node.name for node in model.graph if operator_of(node)]
     assert names == ["tails.0", "tails.1", "tails.1_2"]
-    assert moetrt.capture.DEFAULT_OPSET == 22

@@ -169,6 +169,11 @@ def test_experts_without_an_interface_are_named() -> None:
         as_source(model)
 
 
+def test_a_model_without_logits_is_named() -> None:
+    with pytest.raises(InputError, match="Qwen3MoeModel gives no logits; a causal language model or"):
+        as_source(families.qwen3_moe().model)
+
+
 def test_a_source_is_taken_as_it_is() -> None:
     source = as_source(contract.front())
     assert as_source(source) is source

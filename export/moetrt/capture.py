@@ -11,14 +11,15 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from moetrt.errors import InputError, MoetrtError
+from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
 from moetrt.files import output_directory
 from moetrt.huggingface import CausalLM
 from moetrt.onnx_files import save_model
-from moetrt.onnx_op import attach_functions, operator_of, translation_table
+from moetrt.onnx_op import attach_functions, named_inputs, operator_of, translation_table
 from moetrt.quiet import quiet
 from moetrt.source import FlatModule, Source, check_dynamic, first_sentence
+from moetrt.spec import DATA_DTYPES
 
 MODEL_FILE = "model.onnx"
 """The file's name in the folder; its weights lie beside it in ``model.onnx.data``."""
@@ -145,6 +146,7 @@ def capture(
         progress("tidying the graph")
     _strip(model, _depth(source.module))
     _name_operators(model)
+    _check_operators(model)
     _sort_top_k(model)
     attach_functions(model)
     if source.tails_expected is not None:
@@ -294,6 +296,20 @@ def _name_operators(model: ir.Model) -> None:
         stem = node.metadata_props.get("module") or node.op_type
         count = used[stem] = used.get(stem, 0) + 1
         node.name = stem if count == 1 else f"{stem}_{count}"
+
+
+def _check_operators(model: ir.Model) -> None:
+    """PyTorch computes the operators in float64 too, as a reference; an ONNX node of it could not be run."""
+    for node in model.graph:
+        if operator_of(node) is None:
+            continue
+        dtype = named_inputs(node)["gemm2_permuted"].dtype
+        if dtype not in (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT):
+            was = "unknown" if dtype is None else dtype.name.lower()
+            raise InputTypeError(
+                f"{node.op_type} '{node.name}': its rows were {was}; {', '.join(DATA_DTYPES)} are taken: convert the "
+                "model first"
+            )
 
 
 def _sort_top_k(model: ir.Model) -> None:

@@ -30,7 +30,7 @@ it suits longer prompts, from about ``E / K`` tokens on.
 def experts_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The experts modules in ``module`` whose implementation can be replaced, by name; one for each MoE layer."""
     # Transformers' decorator for experts classes sets these on every instance.
-    marks = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert_parallel")
+    marks = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
     return {name: child for name, child in module.named_modules() if all(hasattr(child, mark) for mark in marks)}
 
 
@@ -48,7 +48,7 @@ def deferred_finalize(module: torch.nn.Module, form: str = "gathered") -> Iterat
     if form not in EXPERTS_FORMS:
         raise InputError(f"the experts form was '{form}'; {' or '.join(EXPERTS_FORMS)} is taken")
     for name, experts in experts_modules(module).items():
-        if experts._is_expert_parallel:
+        if getattr(experts, "_is_expert_parallel", False):
             raise InputError(f"the experts of '{name}' are spread over ranks; a model loaded on one rank is taken")
     before = [(model, model.get_experts_implementation()) for model in _models(module) if experts_modules(model)]
     try:

@@ -29,9 +29,13 @@ def causal_lm(model: Any) -> Source:
     """The source that a Transformers causal language model is; batch and sequence are dynamic.
 
     Raises:
-        InputError: it has no MoE, or its experts take no implementation from outside.
+        InputError: it gives no logits, has no MoE, or its experts take no implementation from outside.
     """
     tails = _check_moe(model)
+    if not model.can_generate():
+        raise InputError(
+            f"{type(model).__name__} gives no logits; a causal language model or (module, example_inputs) is taken"
+        )
     vocabulary = model.config.get_text_config().vocab_size
 
     def draw(seed: int, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
