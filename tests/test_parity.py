@@ -1,0 +1,479 @@
+"""Parity finds what it is for: planted faults are caught, correct runs pass, and every wrong pairing is one line."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+from moetrt.capture import export
+from moetrt.contract import MoEOutput, UnfinalizedMoEOutput
+from moetrt.errors import InputError
+from moetrt.functional import finalize_add_rms_norm
+from moetrt.mapping import map_file
+from moetrt.onnx_files import load_model, save_model
+from moetrt.onnx_op import make_model, named_inputs, operator_of
+from moetrt.parity import compare, float32_twin, judge
+from moetrt.runners import OrtRunner, TorchRunner, float64_copy, ort_session, tensorrt_runner
+from moetrt.source import Source
+from moetrt.spec import FINALIZE_ADD_RMS_NORM, Operand
+
+TOKENS, TOP_K, HIDDEN = 6, 3, 32
+
+
+class TwoTails(nn.Module):
+    """Two MoE layers whose expert GEMMs are one Linear: all that parity needs is two tails with weights around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, TOP_K * HIDDEN, bias=False) for _ in range(2))
+        self.shared = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
+        self.gammas = nn.ParameterList(nn.Parameter(1 + 0.1 * torch.randn(HIDDEN)) for _ in range(2))
+
+    def forward(
+        self, hidden: torch.Tensor, weights: torch.Tensor, index: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = hidden
+        for experts, shared, gamma in zip(self.experts, self.shared, self.gammas, strict=True):
+            rows = experts(hidden).view(-1, HIDDEN)
+            moe = MoEOutput(UnfinalizedMoEOutput(rows, weights, index), shared(hidden), 2.5)
+            hidden, residual = finalize_add_rms_norm(moe, residual, gamma, eps=1e-5)
+        return hidden, residual
+
+
+def draw(seed: int, sizes: Mapping[str, int], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Small hidden states, so that eps counts; a route of each token but the first may be on another rank."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sizes["tokens"]
+    index = torch.randperm(tokens * TOP_K, generator=generator).view(tokens, TOP_K).int()
+    index[1:, 0] = -1
+    return {
+        "hidden": (0.1 * torch.randn(tokens, HIDDEN, generator=generator)).to(dtype),
+        "weights": torch.rand(tokens, TOP_K, generator=generator),
+        "index": index,
+    }
+
+
+def make_source(dtype: torch.dtype = torch.float32) -> Source:
+    torch.manual_seed(0)
+
+    def random_inputs(seed: int, sizes: Mapping[str, int]) -> Mapping[str, torch.Tensor]:
+        return draw(seed, sizes, dtype)
+
+    return Source(
+        module=TwoTails().to(dtype),
+        example_inputs=random_inputs(0, {"tokens": TOKENS}),
+        dynamic_shapes={name: {0: "tokens"} for name in ("hidden", "weights", "index")},
+        output_names=("norm", "residual"),
+        tails_expected=2,
+        description="TwoTails",
+        random_inputs=random_inputs,
+    )
+
+
+def mapped(source: Source, folder: Path) -> Path:
+    exported = export(source, folder)
+    report = map_file(exported.model_path, folder / "mapped.onnx")
+    assert report.mapped == 2
+    return folder / "mapped.onnx"
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return make_source()
+
+
+@pytest.fixture(scope="module")
+def good(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mapped(source, tmp_path_factory.mktemp("float32"))
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Path]:
+    source = make_source(torch.bfloat16)
+    return source, mapped(source, tmp_path_factory.mktemp("bfloat16"))
+
+
+# ------------------------------------------------------------------------------------------------------ right and wrong
+
+
+@pytest.mark.parametrize(("seed", "tokens"), [(0, TOKENS), (1, 1), (2, 50)])
+def test_a_mapped_model_agrees_with_pytorch(source: Source, good: Path, seed: int, tokens: int) -> None:
+    report = compare(good, source, seed=seed, sizes={"tokens": tokens})
+    assert report.passed
+    assert [output.name for output in report.outputs] == ["norm", "residual"]
+    for output in report.outputs:
+        assert output.runner == "onnxruntime"
+        assert output.shape == (tokens, HIDDEN)
+        # Both runs are float32, and neither is exact.
+        assert 0 < output.worst <= output.worst_tolerance < 1e-5
+        assert 0 < output.pytorch_worst < 1e-6
+        assert (output.nan, output.inf, output.pytorch_nan, output.pytorch_inf) == (0, 0, 0, 0)
+
+
+Fault = Callable[[ir.Model, ir.Node], None]
+
+
+def attribute(name: str, value: float | int) -> Fault:
+    def plant(model: ir.Model, node: ir.Node) -> None:
+        kind = ir.AttrFloat32 if isinstance(value, float) else ir.AttrInt64
+        node.attributes[name] = kind(name, value)  # type: ignore[arg-type]
+
+    return plant
+
+
+def replaced_by(op_type: str, name: str) -> Fault:
+    """The input ``name`` becomes ``op_type(input, input)``: Add doubles it, Sub makes it 0."""
+
+    def plant(model: ir.Model, node: ir.Node) -> None:
+        value = named_inputs(node)[name]
+        changed = ir.node(op_type, [value, value])
+        changed.outputs[0].name, changed.outputs[0].type, changed.outputs[0].shape = "changed", value.type, value.shape
+        model.graph.insert_before(node, changed)
+        node.replace_input_with(list(node.inputs).index(value), changed.outputs[0])
+
+    return plant
+
+
+def swapped_outputs(model: ir.Model, node: ir.Node) -> None:
+    first, second = node.outputs
+    uses = [(use, second) for use in first.uses()] + [(use, first) for use in second.uses()]
+    for use, other in uses:
+        use.node.replace_input_with(use.idx, other)
+
+
+def taken_from_the_other_tail(model: ir.Model, node: ir.Node) -> None:
+    other = next(n for n in model.graph if operator_of(n) and n is not node)
+    place = list(node.inputs).index(named_inputs(node)["gamma"])
+    node.replace_input_with(place, named_inputs(other)["gamma"])
+
+
+CASE22: dict[str, Fault] = {
+    "scale wrong": attribute("routed_scaling_factor", 2.4999),
+    "scale missing": attribute("routed_scaling_factor", 1.0),
+    "residual scale": attribute("residual_scale", 1.0001),
+    "combine scale": attribute("combine_scale", 0.9999),
+    "shared twice": replaced_by("Add", "shared_output"),
+    "shared missing": replaced_by("Sub", "shared_output"),
+    "residual missing": replaced_by("Sub", "residual"),
+    "eps of another layer": attribute("eps", 1e-6),
+    "weight_bias": attribute("weight_bias", 1.0),
+    "weights ignored": attribute("apply_expert_weights", 0),
+    "swapped outputs": swapped_outputs,
+    "gamma of another layer": taken_from_the_other_tail,
+}
+
+
+def planted(path: Path, fault: Fault, folder: Path) -> Path:
+    model = load_model(path)
+    # The first tail: its outputs go into the second layer, not only out of the graph.
+    fault(model, next(node for node in model.graph if operator_of(node)))
+    return save_model(model, folder / "faulty.onnx")
+
+
+@pytest.mark.parametrize("fault", CASE22.values(), ids=CASE22.keys())
+def test_case22_a_planted_fault_is_caught(source: Source, good: Path, tmp_path: Path, fault: Fault) -> None:
+    report = compare(planted(good, fault, tmp_path), source)
+    assert not report.passed
+    worst = report.worst
+    assert worst.worst > worst.worst_tolerance or worst.rms > worst.rms_tolerance
+    assert worst.lines()[0].startswith("DIFFERS: ")
+    assert "NaN 0" in worst.lines()[-1]
+
+
+def test_the_report_prints_what_is_to_be_known(source: Source, good: Path) -> None:
+    report = compare(good, source, seed=5)
+    text = "\n".join(report.lines())
+    assert "mapped.onnx in ONNX Runtime against TwoTails in PyTorch" in text
+    assert "inputs from seed 5: hidden [6x32], weights [6x3], index [6x3]" in text
+    for output in report.outputs:
+        assert f"ok: {output.name} [6x32] float32, onnxruntime against pytorch" in text
+        index = ", ".join(map(str, output.worst_index))
+        assert f"worst element [{index}]: onnxruntime {output.worst_values[0]:.9g}" in text
+    assert "relative error" in text
+    assert "tolerance: 4 x (worst) and 2 x (rms) PyTorch's own distance from float64" in text
+    assert "NaN 0 (pytorch 0), Inf 0 (pytorch 0)" in text
+
+
+def test_the_same_seed_gives_the_same_report(source: Source, good: Path) -> None:
+    assert compare(good, source, seed=3) == compare(good, source, seed=3)
+    assert compare(good, source, seed=3) != compare(good, source, seed=4)
+
+
+# -------------------------------------------------------------------------------------------------------------- 16 bits
+
+
+def test_a_bfloat16_model_is_compared_as_its_twin_and_tail_by_tail(half: tuple[Source, Path]) -> None:
+    source, path = half
+    said: list[str] = []
+    report = compare(path, source, sizes={"tokens": 9}, progress=said.append)
+    assert report.passed
+    assert "2 tails by themselves in bfloat16" in report.how
+    twin = [output for output in report.outputs if output.dtype == "float32"]
+    tails = [output for output in report.outputs if output.dtype == "bfloat16"]
+    assert [output.name for output in twin] == ["norm", "residual"]
+    # Computed in float32, in spite of weights in 16 bits.
+    assert all(output.worst < 1e-5 for output in twin)
+    assert len(tails) == 4
+    assert {output.name.rpartition(".")[2] for output in tails} == {"norm_out", "residual_out"}
+    assert all(1e-4 < output.worst < 0.1 for output in tails)
+    # The source is as it was.
+    assert next(source.module.parameters()).dtype == torch.bfloat16
+    assert any("twin" in line for line in said)
+
+
+@pytest.mark.parametrize("name", ["scale missing", "shared twice", "shared missing", "weight_bias", "swapped outputs"])
+def test_case22_a_planted_fault_is_caught_in_bfloat16(half: tuple[Source, Path], tmp_path: Path, name: str) -> None:
+    source, path = half
+    assert not compare(planted(path, CASE22[name], tmp_path), source).passed
+
+
+def test_a_fault_in_the_function_alone_is_caught_tail_by_tail(half: tuple[Source, Path], tmp_path: Path) -> None:
+    """A tail is run by the function that the file has, not by one made anew."""
+    source, path = half
+    model = load_model(path)
+    (function,) = model.functions.values()
+    mean = next(node for node in function if node.op_type == "ReduceMean")
+    mean.op_type = "ReduceSum"
+    report = compare(save_model(model, tmp_path / "faulty.onnx"), source)
+    failed = {output.name.rpartition(".")[2] for output in report.outputs if not output.passed}
+    assert failed == {"norm", "residual", "norm_out"}
+
+
+def test_the_twin_has_no_16_bit_number_left(half: tuple[Source, Path]) -> None:
+    twin = float32_twin(load_model(half[1]))
+    small = {ir.DataType.BFLOAT16, ir.DataType.FLOAT16}
+    for graph in [*twin.graphs(), *(function.graph for function in twin.functions.values())]:
+        values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+        assert not small & {value.dtype for value in values}
+    weights = [value.const_value for value in twin.graph.initializers.values() if value.const_value is not None]
+    assert weights
+    assert all(weight.dtype not in small for weight in weights)
+
+
+# ---------------------------------------------------------------------------------------------------------- the verdict
+
+
+def verdict(value: torch.Tensor, pytorch: torch.Tensor, gold: torch.Tensor) -> bool:
+    return judge(value, pytorch, gold, name="y").passed
+
+
+def test_rounding_in_another_order_passes_and_one_wrong_element_does_not() -> None:
+    gold = torch.randn(64, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pytorch = gold.float()
+    nearby = torch.nextafter(pytorch, torch.tensor(math.inf))
+    assert verdict(nearby, pytorch, gold)
+    wrong = nearby.clone()
+    wrong[7, 3] += 1e-4
+    result = judge(wrong, pytorch, gold, name="y")
+    assert not result.passed
+    assert result.worst_index == (7, 3)
+    assert result.worst_values == (float(wrong[7, 3]), float(pytorch[7, 3]), float(gold[7, 3]))
+    assert result.relative_error == pytest.approx(1e-4 / abs(float(gold[7, 3])), rel=0.01)
+
+
+def test_a_small_error_everywhere_does_not_pass() -> None:
+    """Each element is within the tolerance of the worst one; together they are too far away."""
+    gold = torch.randn(64, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = judge((gold + 3e-7).float(), gold.float(), gold, name="y")
+    assert not result.passed
+    assert result.worst <= result.worst_tolerance
+    assert result.rms > result.rms_tolerance
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_a_nan_or_infinity_must_be_pytorchs(special: float) -> None:
+    gold = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pytorch = gold.float()
+    odd = pytorch.clone()
+    odd[2, 1] = special
+    assert not verdict(odd, pytorch, gold)
+    assert not verdict(pytorch, odd, gold)
+    assert verdict(odd, odd, gold)
+    result = judge(odd, pytorch, gold, name="y")
+    assert (result.nan, result.inf) == ((1, 0) if math.isnan(special) else (0, 1))
+    assert (result.pytorch_nan, result.pytorch_inf) == (0, 0)
+
+
+def test_infinities_of_another_sign_differ() -> None:
+    gold = torch.ones(4, dtype=torch.float64)
+    plus, minus = gold.float(), gold.float()
+    plus[0], minus[0] = math.inf, -math.inf
+    assert not verdict(plus, minus, gold)
+
+
+def test_nothing_finite_is_nothing_compared() -> None:
+    lost = torch.full((4,), math.nan)
+    result = judge(lost, lost, lost.double(), name="y")
+    assert not result.passed
+    assert "nothing to compare" in result.reason
+
+
+def test_inputs_that_decide_nothing_are_no_pass() -> None:
+    """Where PyTorch itself is far from float64, as when a router takes another expert, every distance would pass."""
+    gold = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pytorch = gold.float()
+    pytorch[3] += 1
+    result = judge(pytorch, pytorch, gold, name="y")
+    assert not result.passed
+    assert "take another seed" in result.reason
+
+
+def test_whole_numbers_must_be_equal() -> None:
+    numbers = torch.arange(6).view(2, 3)
+    assert verdict(numbers, numbers, numbers)
+    assert not verdict(numbers + 1, numbers, numbers)
+
+
+def test_other_shapes_differ_and_empty_ones_do_not() -> None:
+    one = torch.ones(2, 3)
+    result = judge(torch.ones(3, 2), one, one.double(), name="y")
+    assert not result.passed
+    assert result.reason == "shapes differ: pytorch has [2, 3]"
+    assert verdict(torch.ones(0, 3), torch.ones(0, 3), torch.ones(0, 3).double())
+
+
+# -------------------------------------------------------------------------------------------------------------- runners
+
+
+class CastsInside(nn.Module):
+    """Computes in float32 whatever its parameters are, as norms and routers of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 / 3]))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.to(torch.float32) * self.weight.float(), torch.softmax(x, -1, dtype=torch.float32)
+
+
+def run(runner: TorchRunner | OrtRunner, feed: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    with runner as active:
+        return active.infer(dict(feed))  # type: ignore[no-any-return]
+
+
+def test_a_float64_run_is_float64_throughout() -> None:
+    module = CastsInside()
+    x = torch.tensor([[0.1, 0.7, -2.0]])
+    product, softmax = run(TorchRunner(module, {"x": x}, ("product", "softmax"), float64=True), {"x": x}).values()
+    assert product.dtype == softmax.dtype == torch.float64
+    assert torch.equal(product, x.double() * module.weight.double())
+    assert torch.equal(softmax, torch.softmax(x.double(), -1))
+    # `double()` alone would not do.
+    assert not torch.equal(float64_copy(module)(x.double())[0].double(), product)
+    assert module.weight.dtype == torch.float32
+
+
+def test_a_module_keeps_its_mode() -> None:
+    module = nn.Sequential(nn.Dropout(0.5))
+    x = torch.ones(100)
+    outputs = run(TorchRunner(module, {"x": x}, ("y",)), {"x": x})
+    assert torch.equal(outputs["y"], x)
+    assert module.training
+
+
+def test_onnx_runtime_takes_and_gives_bfloat16(tmp_path: Path) -> None:
+    """Polygraphy's own runner has no bfloat16: numpy has none."""
+    tokens = 5
+    operands = {
+        "gemm2_permuted": Operand("bfloat16", (None, HIDDEN)),
+        "expert_weights": Operand("float32", (None, TOP_K)),
+        "expanded_idx_to_permuted_idx": Operand("int32", (None, TOP_K)),
+        "residual": Operand("bfloat16", (None, HIDDEN)),
+        "gamma": Operand("bfloat16", (HIDDEN,)),
+    }
+    path = tmp_path / "tail.onnx"
+    ir.save(make_model(FINALIZE_ADD_RMS_NORM, operands, {}), path)
+    for count in (tokens, 0):
+        feed = {
+            "gemm2_permuted": torch.randn(count * TOP_K, HIDDEN).bfloat16(),
+            "expert_weights": torch.rand(count, TOP_K),
+            "expanded_idx_to_permuted_idx": torch.arange(count * TOP_K, dtype=torch.int32).view(count, TOP_K),
+            "residual": torch.randn(count, HIDDEN).bfloat16(),
+            "gamma": torch.ones(HIDDEN).bfloat16(),
+        }
+        outputs = run(OrtRunner(ort_session(path)), feed)
+        assert list(outputs) == ["norm_out", "residual_out"]
+        assert all(value.shape == (count, HIDDEN) and value.dtype == torch.bfloat16 for value in outputs.values())
+        rows = feed["gemm2_permuted"].float().view(count, TOP_K, HIDDEN)
+        hidden = (rows * feed["expert_weights"].unsqueeze(-1)).sum(1) + feed["residual"].float()
+        assert torch.allclose(outputs["residual_out"].float(), hidden, rtol=2**-7, atol=2**-7)
+
+
+def test_an_engine_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetrt.runners.gpus", lambda: ())
+    engine = tmp_path / "a.engine"
+    with pytest.raises(InputError, match=r"^engine '.*' does not exist$"):
+        tensorrt_runner(engine, plugin_library=None)
+    engine.write_bytes(b"engine")
+    with pytest.raises(InputError, match=r"^engine '.*' runs on a GPU and none is to be seen$"):
+        tensorrt_runner(engine, plugin_library=None)
+
+
+# ------------------------------------------------------------------------------------------------------- wrong pairings
+
+
+def refused(path: Path, source: Source, **options: object) -> str:
+    with pytest.raises(InputError) as caught:
+        compare(path, source, **options)  # type: ignore[arg-type]
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_files_that_cannot_be_read_are_named(source: Source, good: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.onnx"
+    assert refused(missing, source) == f"ONNX model '{missing}' does not exist"
+    text = tmp_path / "text.onnx"
+    text.write_text("not a model\n" * 50)
+    assert refused(text, source).startswith(f"'{text}' is not an ONNX model")
+    # The model without the weights that lay beside it.
+    moved = tmp_path / "moved.onnx"
+    moved.write_bytes(good.read_bytes())
+    assert "needs its data file 'model.onnx.data' beside it" in refused(moved, source)
+
+
+def test_another_models_file_is_named(source: Source, good: Path, tmp_path: Path) -> None:
+    model = load_model(good)
+    model.graph.inputs[0].name = "states"
+    other = save_model(model, good.with_name("inputs.onnx"))
+    line = refused(other, source)
+    assert line.startswith(f"'{other}' has the inputs states, weights, index; TwoTails has hidden, weights, index")
+    model = load_model(good)
+    model.graph.outputs[0].name = "other"
+    line = refused(save_model(model, good.with_name("outputs.onnx")), source)
+    assert "has the outputs other, residual; TwoTails has norm, residual" in line
+
+
+def test_inputs_of_another_dtype_or_shape_are_named(source: Source, good: Path, half: tuple[Source, Path]) -> None:
+    line = refused(good, half[0])
+    assert line.startswith(f"input 'hidden' of '{good}' is float, of TwoTails bfloat16")
+    model = load_model(good)
+    model.graph.inputs[1].shape = ir.Shape([TOKENS, TOP_K])
+    fixed = save_model(model, good.with_name("fixed.onnx"))
+    assert compare(fixed, source).passed
+    line = refused(fixed, source, sizes={"tokens": 9})
+    assert line == f"input 'weights' of '{fixed}' is 6x3; TwoTails was given 9x3"
+    assert refused(good, source, sizes={"tokenz": 9}).startswith("'tokenz' is not a dynamic size of TwoTails")
+
+
+def test_a_file_that_onnx_runtime_does_not_take_is_named(source: Source, good: Path) -> None:
+    model = load_model(good)
+    # Without its functions an operator of moetrt's is nobody's.
+    model.functions.clear()
+    line = refused(save_model(model, good.with_name("bare.onnx")), source)
+    assert line.startswith(f"ONNX Runtime does not take '{good.with_name('bare.onnx')}': ")
+
+
+def test_a_module_that_fails_is_named(good: Path, source: Source) -> None:
+    class Fails(nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no such\nexpert")
+
+    failing = Source(
+        Fails(), source.example_inputs, source.dynamic_shapes, source.output_names, random_inputs=source.random_inputs
+    )
+    assert refused(good, failing) == "pytorch failed with RuntimeError: no such expert"
