@@ -35,6 +35,8 @@ HEADERS_REQUIREMENT = "kernel-lens==2.0.1"
 HEADERS_SHA256 = "07cc714e8b5e7f34b672f7c7fad93febe7c747be5837ba276b1527370134ffe0"
 HEADERS_FOLDER = "kernel_lens/include/tensorrt"
 
+INSTALL_CXX = "install g++ (Debian, Ubuntu: apt-get install g++)"
+
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
 
 
@@ -72,13 +74,13 @@ def find_cxx() -> str:
     if wanted:
         found = shutil.which(wanted.split()[0])
         if found is None:
-            raise ToolchainError(f"CXX is {wanted!r}, which is not a program; unset it or name a C++ compiler")
+            raise ToolchainError(f"the C++ compiler {wanted!r} (CXX) is not on PATH; {INSTALL_CXX}, or set CXX")
         return found
     for name in ("c++", "g++", "clang++"):
         found = shutil.which(name)
         if found is not None:
             return found
-    raise ToolchainError("no C++ compiler (c++, g++ or clang++) on PATH; install g++ (Debian, Ubuntu: apt install g++)")
+    raise ToolchainError(f"there is no C++ compiler (c++, g++ or clang++) on PATH; {INSTALL_CXX}")
 
 
 def find_nvcc(directory: Path) -> Path:
