@@ -10,7 +10,7 @@ import torch
 from tests.mapping_graphs import Graph, NormForm
 from torch import Tensor, nn
 
-from moetrt.equivalence import run_model
+from moetrt.equivalence import compare_models, run_model
 from moetrt.mapping import MappingReport, Site, inference_problem, map_model
 from moetrt.onnx_op import operator_of
 
@@ -82,6 +82,13 @@ def inverse_permutation(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     return (rows[place].view(tokens, top_k, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
+def scattered_permutation(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """The same map, made by scattering the places."""
+    order = torch.argsort(index.flatten())
+    place = torch.zeros_like(order).scatter(0, order, torch.arange(order.numel()))
+    return (rows[place].view(*index.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+
 FORMS: dict[str, Finalize] = {
     form.__name__: form
     for form in (
@@ -96,6 +103,7 @@ FORMS: dict[str, Finalize] = {
         without_weights,
         clamped_and_unmasked,
         inverse_permutation,
+        scattered_permutation,
     )
 }
 
@@ -178,7 +186,7 @@ def test_every_spelling_is_found(name: str) -> None:
     assert site.inputs["expanded_idx_to_permuted_idx"]["dtype"] == "INT32"
     assert site.attributes["apply_expert_weights"] == int(name != "without_weights")
     assert site.attributes["routed_scaling_factor"] == (2.5 if name == "scaled_products" else 1.0)
-    if name not in ("inverse_permutation", "clamped_and_unmasked"):
+    if name not in ("inverse_permutation", "scattered_permutation", "clamped_and_unmasked"):
         assert site.inputs["expanded_idx_to_permuted_idx"]["value"] == "index"
 
 
@@ -212,6 +220,11 @@ def masked_by_another_value(rows: Tensor, weights: Tensor, index: Tensor) -> Ten
     return (torch.where((other >= 0)[..., None], rows[index.clamp(min=0).long()], 0.0) * weights[..., None]).sum(1)
 
 
+def clamped_below_the_last_row(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """Entries above 3 read row 3: this is not the contract's map."""
+    return (torch.where((index >= 0)[..., None], rows[index.clamp(0, 3).long()], 0.0) * weights[..., None]).sum(1)
+
+
 def two_factors(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     picked = torch.where((index >= 0)[..., None], rows[index.clamp(min=0).long()], 0.0)
     return (picked * weights[..., None] * weights.exp()[..., None]).sum(1)
@@ -222,6 +235,7 @@ def two_factors(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     [
         (unmasked, "entries of -1 in the map 'index' would read the last row: mask them"),
         (masked_by_another_value, "is made from another value than the map 'index'"),
+        (clamped_below_the_last_row, "is made from another value than the map"),
         (two_factors, "multiplied by more than one factor"),
     ],
 )
@@ -255,6 +269,32 @@ def test_sum_over_another_axis_is_no_tail() -> None:
     picked = g.mul(g.op("Gather", rows, index), weights)
     g.output(g.op("ReduceSum", picked, g.ints(0), keepdims=0))
     assert map_model(g.model()).found == 0
+
+
+@pytest.mark.parametrize("what", ["weights", "columns"])
+def test_expanded_weights(what: str) -> None:
+    """Weights repeated along H are taken as they were; one weight a token, repeated along K, is left repeated."""
+    g = Graph()
+    rows, index = g.input("rows", ["R", HIDDEN]), g.input("map", ["T", TOP_K], 6)
+    if what == "columns":
+        weights = g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1))
+        shape = g.op("Concat", g.op("Shape", weights, start=0, end=2), g.ints(HIDDEN), axis=0)
+        weights = g.op("Expand", weights, shape)
+    else:
+        weights = g.op("Expand", g.input("weights", ["T", 1]), g.op("Shape", index))
+        weights = g.op("Unsqueeze", weights, g.ints(-1))
+    picked = g.op("Gather", rows, g.op("Max", index, g.const(0, 6)))
+    hidden = g.add(g.op("ReduceSum", g.mul(picked, weights), g.ints(1), keepdims=0), g.input("residual", ["T", HIDDEN]))
+    g.output(NormForm().write(g, hidden, rank=2), hidden)
+    model = g.model()
+    report = map_model(model)
+    assert report.mapped == 1, report.sites
+    assert (report.sites[0].shapes["expert_weights"] or [])[-1] == TOP_K
+    example = [tensor.numpy() for tensor in inputs(torch.float32, torch.int32, torch.float32)]
+    feeds = {"rows": example[0], "map": example[2], "weights": example[1], "residual": example[3]}
+    feeds["weights"] = feeds["weights"] if what == "columns" else feeds["weights"][:, :1]
+    for difference in compare_models(g.model(), model, feeds):
+        assert difference.relative < 2e-6, str(difference)
 
 
 def test_gathered_rows_with_another_reader_stay() -> None:

@@ -8,6 +8,7 @@ from moetrt.segments.reading import (
     FLOAT_DTYPES,
     axes,
     before_upcast,
+    cast_source,
     dim,
     dims,
     input_of,
@@ -22,7 +23,7 @@ from moetrt.segments.tail import Operand, Seed
 
 FORM = "gather"
 
-_RESHAPES = ("Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Identity")
+_RESHAPES = ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity")
 _INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 
@@ -138,26 +139,34 @@ def _take_factor(node: ir.Node, product: ir.Value, found: _Found) -> ir.Value:
         factor, routes = node.inputs[index], node.inputs[1 - index]
         if factor is None or routes is None or rank(routes) != rank(product):
             continue
+        if dim(routes, -1) != dim(product, -1):
+            continue
         number = scalar(factor)
         if number and dims(routes) == dims(product):
             found.scale *= number
             return routes
-        if dim(routes, -1) == dim(product, -1) and _is_per_route(factor, product):
+        factor = _once_per_route(factor)
+        if _is_per_route(factor, product):
             _factor(factor, found)
             return routes
     raise _NotThis
 
 
+def _once_per_route(factor: ir.Value) -> ir.Value:
+    """``factor`` before it was repeated along the columns."""
+    node = factor.producer()
+    if node is None or not is_op(node, "Expand"):
+        return factor
+    source = _given(node.inputs[0])
+    return source if rank(source) == rank(factor) and dim(source, -1) == 1 else factor
+
+
 def _is_per_route(factor: ir.Value, product: ir.Value) -> bool:
-    """Whether ``factor`` has one number a route: the shape of the product with a last dimension of 1, or expanded."""
+    """Whether ``factor`` has one number a route: the shape of the product with a last dimension of 1."""
     shape, whole = dims(factor), dims(product)
-    if shape is None or whole is None or len(shape) != len(whole):
+    if shape is None or whole is None or len(shape) != len(whole) or shape[-1] != 1:
         return False
-    producer = factor.producer()
-    expanded = producer is not None and is_op(producer, "Expand") and dim(_given(producer.inputs[0]), -1) == 1
-    return (shape[-1] == 1 or expanded) and 1 not in [
-        have for have, want in zip(shape[:-1], whole[:-1], strict=True) if want != 1
-    ]
+    return all(have != 1 or want == 1 for have, want in zip(shape[:-1], whole[:-1], strict=True))
 
 
 def _take_mask(node: ir.Node, found: _Found) -> ir.Value:
@@ -213,11 +222,15 @@ def _is_bool_cast(value: ir.Value | None) -> bool:
 
 def _without_reshapes(value: ir.Value) -> ir.Value:
     """``value`` before it was given further dimensions of 1, or flattened."""
-    node = value.producer()
-    while node is not None and is_op(node, *_RESHAPES):
-        value = _given(node.inputs[0])
-        node = value.producer()
+    while (source := _before_reshape(value)) is not None:
+        value = source
     return value
+
+
+def _before_reshape(value: ir.Value) -> ir.Value | None:
+    """What a node makes ``value`` from in another shape, the elements and their order as they were."""
+    node = value.producer()
+    return node.inputs[0] if node is not None and is_op(node, *_RESHAPES) else None
 
 
 def _mask(condition: ir.Value, keeps: bool) -> ir.Value:
@@ -252,17 +265,12 @@ def _mask(condition: ir.Value, keeps: bool) -> ir.Value:
 
 def _map_base(value: ir.Value) -> ir.Value:
     """The map before it was widened or reshaped."""
-    while True:
-        node = value.producer()
-        if node is None or not is_op(node, "Cast", *_RESHAPES):
-            return value
-        source = _given(node.inputs[0])
-        if source.dtype not in _INTEGERS:
-            return value
+    while (source := cast_source(value) or _before_reshape(value)) is not None and source.dtype in _INTEGERS:
         value = source
+    return value
 
 
-def _index(value: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+def _index(value: ir.Value, rows: ir.Value) -> tuple[ir.Value, ir.Value | None]:
     """The map behind the indices of a Gather, and the clamped map, where it is clamped to 0 and more."""
     clamped: ir.Value | None = None
     while True:
@@ -270,23 +278,48 @@ def _index(value: ir.Value) -> tuple[ir.Value, ir.Value | None]:
         node = value.producer()
         if node is None:
             return value, clamped
+        operands = [operand for operand in node.inputs if operand is not None]
+        kept: ir.Value | None = None
         if is_op(node, "Clip") and scalar(input_of(node, 1)) == 0:
-            kept = node.inputs[0]
-        elif is_op(node, "Max") and len(node.inputs) == 2 and 0 in (scalar(node.inputs[0]), scalar(node.inputs[1])):
-            kept = node.inputs[1] if scalar(node.inputs[0]) == 0 else node.inputs[0]
+            upper = input_of(node, 2)
+            kept = operands[0] if upper is None or _is_last_row(upper, rows) else None
+        elif is_op(node, "Max") and len(operands) == 2:
+            kept = next((operands[1 - i] for i in (0, 1) if scalar(operands[i]) == 0), None)
         elif is_op(node, "Relu"):
-            kept = node.inputs[0]
-        elif is_op(node, "Min") and len(node.inputs) == 2 and 0 in (rank(_given(v)) for v in node.inputs):
-            # An upper bound; it changes only entries that the contract does not allow.
-            kept = node.inputs[0] if rank(_given(node.inputs[1])) == 0 else node.inputs[1]
-            value = _given(kept)
+            kept = operands[0]
+        elif is_op(node, "Where"):
+            kept = _masked_index(node)
+        elif is_op(node, "Min") and len(operands) == 2:
+            # An upper bound of R - 1 changes only entries that the contract does not allow.
+            below = next((operands[1 - i] for i in (0, 1) if _is_last_row(operands[i], rows)), None)
+            if below is None:
+                return value, clamped
+            value = below
             continue
-        elif is_op(node, "Where") and (masked := _masked_index(node)) is not None:
-            kept = masked
-        else:
+        if kept is None:
             return value, clamped
         clamped = clamped or value
-        value = _given(kept)
+        value = kept
+
+
+def _is_last_row(bound: ir.Value, rows: ir.Value) -> bool:
+    """Whether ``bound`` is R - 1 or more."""
+    number, count = scalar(bound), dim(rows, 0)
+    if number is not None:
+        return isinstance(count, int) and number >= count - 1
+    less = _map_base(bound).producer()
+    if not is_op(less, "Sub") or less is None or scalar(less.inputs[1]) != 1:
+        return False
+    source = _map_base(_given(less.inputs[0])).producer()
+    if source is None or not is_op(source, "Shape", "Gather"):
+        return False
+    if is_op(source, "Gather"):
+        if scalar(source.inputs[1]) != 0:
+            return False
+        source = _given(source.inputs[0]).producer()
+    if source is None or not is_op(source, "Shape") or source.attributes.get_int("start", 0) != 0:
+        return False
+    return before_upcast(_given(source.inputs[0])) is before_upcast(rows)
 
 
 def _masked_index(node: ir.Node) -> ir.Value | None:
@@ -304,14 +337,21 @@ def _masked_index(node: ir.Node) -> ir.Value | None:
 
 
 def _never_negative(value: ir.Value) -> bool:
-    """Whether the graph shows that a map without a mask holds no -1."""
+    """Whether the graph shows that a map without a mask holds no -1: sorting gives it, or scattering of a range."""
+    value = _map_base(value)
+    number = scalar(value)
     node = value.producer()
-    if node is None:
-        return False
+    if number is not None or node is None:
+        return number is not None and number >= 0
     if is_op(node, "TopK"):
         return value is node.outputs[1]
-    if is_op(node, "Gather"):
-        return _never_negative(_map_base(_given(node.inputs[0])))
+    if is_op(node, "Range"):
+        start, step = scalar(node.inputs[0]), scalar(node.inputs[2])
+        return start is not None and step is not None and start >= 0 and step > 0
+    if is_op(node, "Gather", "GatherElements", "GatherND", "Expand"):
+        return _never_negative(_given(node.inputs[0]))
+    if is_op(node, "ScatterElements", "ScatterND"):
+        return all(_never_negative(_given(node.inputs[index])) for index in (0, 2))
     return is_op(node, "ArgMax", "ArgMin", "NonZero")
 
 
@@ -327,7 +367,7 @@ def _assemble(
     if is_constant(narrow) or rank(narrow) != 2 or narrow.dtype not in FLOAT_DTYPES or dim(narrow, -1) != width:
         # A table of embeddings, or no rows at all.
         return None
-    base, clamped = _index(index)
+    base, clamped = _index(index, rows)
     problem: str | None = None
     if any(mask is not base for mask in found.masks):
         problem = f"the mask of {named(end)} is made from another value than the map '{base.name}'"

@@ -93,7 +93,10 @@ def grow(seed: Seed) -> Grown:
 
 def _ends(tail: Tail, seed: Seed) -> str:
     if tail.value.dtype != seed.data:
-        return f"the sum '{tail.value.name}' stays {_name(tail.value.dtype)} while the rows are {_name(seed.data)}"
+        return (
+            f"the sum '{tail.value.name}' stays {_name(tail.value.dtype)} while the rows are {_name(seed.data)}: "
+            "cast it to the rows' dtype before it is stored or normalised"
+        )
     return f"no RMSNorm follows the sum '{tail.value.name}', which is a graph output"
 
 
@@ -143,7 +146,7 @@ def _step(tail: Tail, seed: Seed) -> None:
     value = tail.value
     node = sole_reader(value)
     if node is None:
-        raise _Stop(_many_readers(value))
+        raise _Stop(_many_readers(value) if value.dtype == seed.data else _ends(tail, seed))
     if is_op(node, "Identity") or (is_op(node, "Dropout") and len(node.inputs) == 1):
         pass
     elif is_op(node, "Cast"):
