@@ -9,7 +9,8 @@ TensorRT is fetched from the Python package index into a folder of the build, on
 Environment:
     MOETRT_NVCC, CUDACXX     the nvcc to use; it must work
     CUDA_HOME, CUDA_PATH     a toolkit; used when it is usable, as is the nvcc on PATH
-    MOETRT_CUDA_VERSION      the toolkit that is fetched when there is none, "13.0" by default; "12.8" for CUDA 12
+    MOETRT_CUDA_VERSION      the toolkit that is fetched when there is none, "13.0" by default. The package index has no
+                             nvcc of CUDA 12: name that of a toolkit
     TensorRT_ROOT            a TensorRT installation with include/NvInferRuntime.h
 """
 
@@ -25,6 +26,8 @@ import zipfile
 from pathlib import Path
 
 DEFAULT_CUDA_VERSION = "13.0"
+# Together a compiler, in one folder tree.
+CUDA_PACKAGES = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
 # C++20 in device code and thread-block clusters begin here.
 OLDEST_CUDA = (12, 0)
 # IPluginV3 and bfloat16 fields begin in TensorRT 10.
@@ -152,9 +155,11 @@ def cuda_folders(nvcc: Path) -> tuple[Path | None, Path | None]:
 def fetch_nvcc(directory: Path) -> Path:
     """Installs nvcc and what it needs from the package index into ``directory``; a later call finds it there."""
     version = os.environ.get("MOETRT_CUDA_VERSION", "").strip() or DEFAULT_CUDA_VERSION
-    if not re.fullmatch(r"1[2-9]\.\d+", version):
-        raise ToolchainError(f"MOETRT_CUDA_VERSION is {version!r}; a release such as '13.0' or '12.8' is taken")
-    requirements = cuda_requirements(version)
+    if not re.fullmatch(r"1[3-9]\.\d+", version):
+        raise ToolchainError(
+            f"MOETRT_CUDA_VERSION is {version!r}; a release such as '13.0' is taken (for CUDA 12 set MOETRT_NVCC)"
+        )
+    requirements = [f"nvidia-{name}=={version}.*" for name in CUDA_PACKAGES]
     folder = directory / f"cuda-{version}"
     mark = folder / "complete"
     wanted = "\n".join(requirements) + "\n"
@@ -170,43 +175,16 @@ def fetch_nvcc(directory: Path) -> Path:
     found = sorted(folder.glob("nvidia/*/bin/nvcc"))
     if not found:
         raise ToolchainError(f"the packages {', '.join(requirements)} hold no nvcc; name one with MOETRT_NVCC")
-    merge_wheel_folders(folder, found[0])
     reason = nvcc_fault(found[0])
     if reason:
         raise ToolchainError(f"'{found[0]}', fetched, cannot be used: {reason}; name another with MOETRT_NVCC")
     return found[0]
 
 
-def cuda_requirements(version: str) -> list[str]:
-    """The wheels that together are a compiler: one folder tree since CUDA 13, a tree each (suffix -cu12) before."""
-    pin = f"=={version}.*"
-    if version.startswith("12."):
-        return [f"nvidia-{name}-cu12{pin}" for name in ("cuda-nvcc", "cuda-runtime", "cuda-cccl")]
-    names = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
-    return [f"nvidia-{name}{pin}" for name in names]
-
-
-def merge_wheel_folders(folder: Path, nvcc: Path) -> None:
-    """Gives nvcc the layout it looks for: lib64, and in CUDA 12's wheels the runtime's include and lib folders."""
-    root = nvcc.parent.parent
-    nvcc.chmod(0o755)
-    for name in ("include", "lib"):
-        for source in sorted(folder.glob(f"nvidia/*/{name}")):
-            if source.parent == root:
-                continue
-            for entry in source.iterdir():
-                link = root / name / entry.name
-                if not link.exists():
-                    link.parent.mkdir(exist_ok=True)
-                    link.symlink_to(os.path.relpath(entry, link.parent))
-    if not (root / "lib64").exists():
-        (root / "lib64").symlink_to("lib")
-
-
 def find_headers(directory: Path) -> tuple[Path, tuple[int, int]]:
     """Returns the folder of NvInferRuntime.h and TensorRT's version there, fetching 10.14's when there is none."""
     # Spelled as CMake spells it: <PackageName>_ROOT.
-    root = os.environ.get("TensorRT_ROOT", "").strip()  # noqa: SIM112
+    root = os.environ.get("TensorRT_ROOT", "").strip()
     if root:
         for folder in (Path(root) / "include", Path(root)):
             version = headers_version(folder)

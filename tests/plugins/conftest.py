@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.plugins.driver import Driver
 
 from moetrt.library import PluginLibrary, load_plugin_library
+from tests.plugins.driver import Driver
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from tests.plugins.driver import Driver, FieldValue, Plugin
-from tests.plugins.node_cases import ALL_COMBINATIONS, Node, combination_id, make_node
 
 from moetrt.library import PluginLibrary
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OPERATORS, OperatorSpec
+from tests.plugins.driver import Driver, FieldValue, Plugin
+from tests.plugins.node_cases import ALL_COMBINATIONS, Node, combination_id, make_node
 
 MAP = "expanded_idx_to_permuted_idx"
 SYMBOLS = {"T": -1, "R": -2, "B": -3, "S": -4}

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.plugins.node_cases import make_node
 
 from moetrt.spec import OPERATORS, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from tests.plugins.node_cases import make_node
 
 RTX = "tensorrt_rtx"
 LEAN = "tensorrt_lean_bindings"

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from tests.plugins.node_cases import ALL_COMBINATIONS, Node, combination_id, concrete, make_node
 
 from moetrt.library import PluginLibrary
 from moetrt.spec import OperatorSpec
+from tests.plugins.node_cases import ALL_COMBINATIONS, Node, combination_id, concrete, make_node
 
 MAP = "expanded_idx_to_permuted_idx"
 LABEL = "MoEFinalizeAddRMSNorm 'layers.3/tail': "

@@ -137,10 +137,11 @@ def test_an_index_that_cannot_be_reached_is_one_line(machine: Machine) -> None:
     assert said.startswith("nvcc 13.0 could not be fetched (")
     assert said.endswith("; name one with MOETRT_NVCC, or make the package index reachable")
     assert list((machine.folder / "toolchain").iterdir()) == []
-    assert machine.error(MOETRT_CUDA_VERSION="12.8").startswith("nvcc 12.8 could not be fetched (")
-    assert machine.error(MOETRT_CUDA_VERSION="latest") == (
-        "MOETRT_CUDA_VERSION is 'latest'; a release such as '13.0' or '12.8' is taken"
-    )
+    assert machine.error(MOETRT_CUDA_VERSION="13.1").startswith("nvcc 13.1 could not be fetched (")
+    for version in ("latest", "12.8"):
+        assert machine.error(MOETRT_CUDA_VERSION=version) == (
+            f"MOETRT_CUDA_VERSION is '{version}'; a release such as '13.0' is taken (for CUDA 12 set MOETRT_NVCC)"
+        )
 
 
 def test_headers_are_those_of_the_root_that_is_named(machine: Machine) -> None:
