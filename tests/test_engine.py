@@ -1,7 +1,11 @@
 """Engines built by TensorRT-RTX on this machine: with the plugin, without it, and everything that is refused."""
 
+import errno
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -443,8 +447,85 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
         build_engine(model, "/proc/self/engines/a.engine", plugin_library=None)
     with pytest.raises(InputError, match="is a folder"):
         build_engine(model, tmp_path, plugin_library=None)
+    before = model.read_bytes()
+    assert refused(model, model, plugin_library=None) == (
+        f"output file '{model}' is the ONNX model itself; another name is taken"
+    )
+    assert model.read_bytes() == before
+
+
+def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(one_tail(), tmp_path / "m.onnx")
+
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    line = refused(model, tmp_path / "a.engine", plugin_library=None)
+    assert line == f"engine '{tmp_path / 'a.engine'}' cannot be written: No space left on device"
 
 
 def test_a_backend_that_cannot_build_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(one_tail(), tmp_path / "m.onnx")
     assert refused(model, tmp_path / "a.engine", backend="onnx", plugin_library=None).startswith("backend was 'onnx'")
+
+
+# --------------------------------------------------------------------------------------------------------- full TensorRT
+
+
+def with_a_module_named_tensorrt(folder: Path, module: str, code: str, *arguments: Path) -> str:
+    """What ``code`` prints in a process of its own, where ``module`` is the text of tensorrt's ``__init__.py``."""
+    package = folder / "tensorrt"
+    package.mkdir()
+    (package / "__init__.py").write_text(module)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("POLYGRAPHY_", "MOETRT_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**kept, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_full_tensorrt_goes_the_same_way(tmp_path: Path, plugin_library: Path) -> None:
+    """No GPU is needed to see which classes are called: a module named tensorrt that is TensorRT-RTX underneath."""
+    code = """
+import sys
+from moetrt import backends, engine
+backends.gpus = engine.gpus = lambda: (backends.Gpu("a GPU", (9, 0)),)
+model, target, library = sys.argv[1:]
+backends.choose()
+backends.link_unversioned_name()
+info = engine.build_engine(model, target, plugin_library=library)
+print(info.backend, info.version, *info.targets, *info.plugin_layers)
+try:
+    engine.build_engine(model, target, targets=["SM89"])
+except ValueError as error:
+    print(error)
+"""
+    model = save(one_tail(), tmp_path / "m.onnx")
+    module = "from tensorrt_rtx import *\n__version__ = '10.14.1'\n"
+    said = with_a_module_named_tensorrt(tmp_path, module, code, model, tmp_path / "a.engine", plugin_library)
+    assert said.splitlines() == [
+        "tensorrt 10.14.1 SM90 MoEFinalizeAddRMSNorm",
+        "targets were SM89; backend tensorrt builds for the GPU of this machine",
+    ]
+
+
+def test_full_tensorrt_without_a_gpu_is_named(tmp_path: Path) -> None:
+    code = """
+import sys
+from moetrt import backends, engine
+backends.gpus = engine.gpus = lambda: ()
+try:
+    engine.build_engine(*sys.argv[1:], backend="tensorrt", plugin_library=None)
+except ValueError as error:
+    print(error)
+"""
+    model = save(one_tail(), tmp_path / "m.onnx")
+    said = with_a_module_named_tensorrt(tmp_path, "__version__ = '11.0.0'\n", code, model, tmp_path / "a.engine")
+    assert said == "backend tensorrt builds on a GPU and none is to be seen; tensorrt-rtx builds without one\n"

@@ -332,6 +332,8 @@ def build_engine(
     target = Path(engine_path)
     if target.is_dir():
         raise InputError(f"output file '{target}' is a folder")
+    if target.exists() and target.samefile(source):
+        raise InputError(f"output file '{target}' is the ONNX model itself; another name is taken")
     model = load_model(source)
     bounds = [{name: p[i] for name, p in (profiles or {}).items() if p[i] is not None} for i in range(3)]
     profile = make_profile(model, *bounds)  # type: ignore[arg-type]
@@ -365,12 +367,15 @@ def build_engine(
         profile=profile,
         warnings=tuple(run_as_functions(model, plugin_layers)) if library else (),
     )
-    # Entered first, so renamed last: an engine never lies beside the description of an older one.
-    with ExitStack() as stack:
-        temporary = stack.enter_context(write_atomically(target))
-        temporary_sidecar = stack.enter_context(write_atomically(sidecar))
-        temporary.write_bytes(memoryview(engine))
-        temporary_sidecar.write_text(json.dumps(_sidecar(info, temporary), indent=2) + "\n")
+    try:
+        # Entered first, so renamed last: an engine never lies beside the description of an older one.
+        with ExitStack() as stack:
+            temporary = stack.enter_context(write_atomically(target))
+            temporary_sidecar = stack.enter_context(write_atomically(sidecar))
+            temporary.write_bytes(memoryview(engine))
+            temporary_sidecar.write_text(json.dumps(_sidecar(info, temporary), indent=2) + "\n")
+    except OSError as error:
+        raise InputError(f"engine '{target}' cannot be written: {error.strerror or error}") from error
     say(f"wrote {target}")
     return info
 
@@ -539,7 +544,8 @@ class _TensorRT:
             capabilities = [(int(name[2:-1]), int(name[-1])) for name in targets] or None
             config = CreateConfigRTX(compute_capabilities=capabilities, **options)
         else:
-            config = CreateConfig(**options)
+            # TensorRT's own default, and trtexec's; Polygraphy's is off.
+            config = CreateConfig(tf32=True, **options)
         try:
             return EngineBytesFromNetwork(parsed[:2], config)()
         except PolygraphyException as error:
@@ -567,7 +573,9 @@ _FRAME = re.compile(r" In \w+ at \S+?(?=\)|$)")
 
 
 def _creators(creators: Iterable[Any]) -> list[PluginId]:
-    return [(creator.name, creator.plugin_version, creator.plugin_namespace) for creator in creators]
+    # Creators of interfaces that the Python module does not know have none of these.
+    fields = ("name", "plugin_version", "plugin_namespace")
+    return [tuple(getattr(creator, field, "") for field in fields) for creator in creators]  # type: ignore[misc]
 
 
 def _has_ours(creators: Iterable[PluginId]) -> bool:
