@@ -23,7 +23,7 @@ from moetrt.engine import (
     read_sidecar,
     run_as_functions,
 )
-from moetrt.errors import InputError
+from moetrt.errors import InputError, MoetrtError
 from moetrt.onnx_op import attach_functions, make_model, make_node, operator_of, remove_functions
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, Operand
 
@@ -70,7 +70,7 @@ def save(model: ir.Model, path: Path) -> Path:
 def refused(path: Path, engine: Path, **options: object) -> str:
     """The one line with which the build is refused; nothing may be left of it."""
     before = sorted(engine.parent.iterdir()) if engine.parent.is_dir() else []
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(MoetrtError) as caught:
         build_engine(path, engine, **options)  # type: ignore[arg-type]
     after = sorted(engine.parent.iterdir()) if engine.parent.is_dir() else []
     assert after == before
@@ -236,7 +236,7 @@ def test_an_older_engine_stays_when_a_build_is_refused(tmp_path: Path) -> None:
     engine = tmp_path / "a.engine"
     engine.write_bytes(b"older")
     broken = one_tail()
-    broken.graph.inputs[3].shape = ir.Shape([4, 7])
+    wrong_hidden(broken)
     refused(save(broken, tmp_path / "model.onnx"), engine, plugin_library=None)
     assert engine.read_bytes() == b"older"
 
@@ -361,24 +361,42 @@ def wrong_attribute(model: ir.Model) -> None:
     node_of(model).attributes["weight_bias"] = ir.AttrFloat32("weight_bias", 3.0)
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        (wrong_map, "input expanded_idx_to_permuted_idx was int64; int32 is taken"),
-        (wrong_hidden, "input residual was [4, 7]"),
-        (wrong_attribute, "attribute weight_bias was 3"),
-    ],
-    ids=["map of int64", "hidden size", "attribute"],
-)
-def test_the_plugins_refusal_is_the_line(
+REFUSED = {
+    "map of int64": (wrong_map, "input expanded_idx_to_permuted_idx was int64; int32 is taken"),
+    "hidden size": (wrong_hidden, "input residual was [4, 7]"),
+    "attribute": (wrong_attribute, "attribute weight_bias was 3"),
+}
+
+
+@pytest.mark.parametrize(("fault", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_node_that_is_not_taken_is_one_line_and_names_itself(
     tmp_path: Path, plugin_library: Path, fault: Callable[[ir.Model], None], said: str
 ) -> None:
     model = one_tail()
     fault(model)
     line = refused(save(model, tmp_path / "m.onnx"), tmp_path / "a.engine", plugin_library=plugin_library)
+    assert "'MoEFinalizeAddRMSNorm'" in line
+    assert said in line
+
+
+@pytest.mark.parametrize(("fault", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_only_the_plugin_sees_is_its_own_line(
+    tmp_path: Path, plugin_library: Path, fault: Callable[[ir.Model], None], said: str
+) -> None:
+    """The graph says nothing of the residual's dtype and shape, so that the plugin is the first to know."""
+    model = one_tail()
+    fault(model)
+    node = node_of(model)
+    residual = model.graph.inputs[3]
+    hidden = ir.node("Identity", [residual])
+    hidden.outputs[0].name = "undeclared"
+    model.graph.insert_before(node, hidden)
+    node.replace_input_with(3, hidden.outputs[0])
+    path = save(model, tmp_path / "m.onnx")
+    line = refused(path, tmp_path / "a.engine", plugin_library=plugin_library)
     assert line.startswith("MoEFinalizeAddRMSNorm 'MoEFinalizeAddRMSNorm': ")
     assert said in line
-    assert str(tmp_path / "m.onnx") in line
+    assert f"('{path}', tensorrt-rtx 1." in line
 
 
 def test_what_tensorrt_refuses_by_itself_is_its_own_line(tmp_path: Path, plugin_library: Path) -> None:
@@ -391,14 +409,14 @@ def test_what_tensorrt_refuses_by_itself_is_its_own_line(tmp_path: Path, plugin_
     model.graph.outputs.append(node.outputs[0])
     # An earlier refusal of the plugin's must not be taken for this one's reason.
     broken = one_tail()
-    wrong_hidden(broken)
+    wrong_attribute(broken)
     refused(save(broken, tmp_path / "broken.onnx"), tmp_path / "a.engine", plugin_library=plugin_library)
     path = save(model, tmp_path / "m.onnx")
     line = refused(path, tmp_path / "a.engine", plugin_library=plugin_library)
     assert line.startswith("tensorrt-rtx 1.")
     assert f"does not take '{path}': " in line
     assert "product" in line
-    assert "residual" not in line
+    assert "weight_bias" not in line
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -470,7 +488,7 @@ def test_a_backend_that_cannot_build_here_is_named(tmp_path: Path, monkeypatch: 
     assert refused(model, tmp_path / "a.engine", backend="onnx", plugin_library=None).startswith("backend was 'onnx'")
 
 
-# --------------------------------------------------------------------------------------------------------- full TensorRT
+# -------------------------------------------------------------------------------------------------------- full TensorRT
 
 
 def with_a_module_named_tensorrt(folder: Path, module: str, code: str, *arguments: Path) -> str:
