@@ -31,40 +31,36 @@ class Variant:
     defines: tuple[str, ...] = ()
 
 
-PLAIN = Variant("plain", "-O2")
+PLAIN = Variant("plain", "-O1")
 ADDRESS = Variant(
     "address",
-    "-O1",
+    "-O0",
     ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
     ("-DGPUSIM_ASAN",),
 )
-THREAD = Variant("thread", "-O1", ("-fsanitize=thread",), ("-DGPUSIM_TSAN",))
+THREAD = Variant("thread", "-O0", ("-fsanitize=thread",), ("-DGPUSIM_TSAN",))
 
 
-def build_library(kernel: Path = KERNEL) -> Path:
+def build_library() -> Path:
     """The shared library with the C interface of moetrt/moe_finalize.h."""
-    return _link(PLAIN, [*_core(PLAIN, kernel), HERE / "host_library.cpp"], kernel, "-shared", ".so")
+    return _link(PLAIN, [HERE / "host_library.cpp"], KERNEL, "-shared", ".so")
 
 
 def build_runner(variant: Variant, kernel: Path = KERNEL) -> Path:
-    """The executable that runs files of cases (case_runner.cpp)."""
-    sources = [*_core(variant, kernel), HERE / "host_library.cpp", HERE / "case_runner.cpp"]
-    return _link(variant, sources, kernel, "-pie", "")
+    """The executable that runs files of cases (case_runner.cpp), with moe_finalize.cu and .cuh from ``kernel``."""
+    return _link(variant, [HERE / "host_library.cpp", HERE / "case_runner.cpp"], kernel, "-pie", "")
 
 
-def changed_kernel(directory: Path, old: str, new: str) -> Path:
-    """A copy of plugins/kernel in which ``old``, which moe_finalize.cuh must hold exactly once, is ``new``."""
-    copy = directory / "kernel"
-    shutil.copytree(KERNEL, copy)
-    source = copy / "moe_finalize.cuh"
-    text = source.read_text()
+def changed_kernel(old: str, new: str) -> Path:
+    """A folder with moe_finalize.cu, and moe_finalize.cuh in which ``old``, which it must hold once, is ``new``."""
+    text = (KERNEL / "moe_finalize.cuh").read_text()
     assert text.count(old) == 1, f"moe_finalize.cuh holds {old!r} {text.count(old)} times: this test needs a new place"
-    source.write_text(text.replace(old, new))
-    return copy
-
-
-def _core(variant: Variant, kernel: Path) -> list[Path]:
-    return [kernel / "moe_finalize.cu", kernel / "moe_finalize_check.cpp", SIMULATOR / "simulator.cpp"]
+    changed = text.replace(old, new)
+    folder = BUILD / f"changed-{hashlib.sha256(changed.encode()).hexdigest()[:24]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "moe_finalize.cuh").write_text(changed)
+    shutil.copy(KERNEL / "moe_finalize.cu", folder)
+    return folder
 
 
 def _compiler() -> str:
@@ -72,24 +68,26 @@ def _compiler() -> str:
 
 
 def _link(variant: Variant, sources: list[Path], kernel: Path, kind: str, suffix: str) -> Path:
-    objects = [_compile(variant, source, kernel) for source in sources]
-    command = [_compiler(), kind, *variant.instrumentation, *map(str, objects)]
-    return _cached(command, [], suffix)
+    core = [KERNEL / "moe_finalize_check.cpp", SIMULATOR / "simulator.cpp"]
+    objects = [_compile(variant, source, KERNEL) for source in [*core, *sources]]
+    objects.append(_compile(variant, kernel / "moe_finalize.cu", kernel))
+    return _cached([_compiler(), kind, *variant.instrumentation, *map(str, objects)], [], suffix)
 
 
 def _compile(variant: Variant, source: Path, kernel: Path) -> Path:
     flags = [*COMMON_FLAGS, variant.optimisation, *variant.defines]
     if source.parent != SIMULATOR:
         flags += variant.instrumentation
-    headers = [path for folder in (SIMULATOR, kernel, INCLUDE) for path in folder.rglob("*") if path.is_file()]
-    folders = [f"-I{folder}" for folder in (SIMULATOR, INCLUDE, kernel)]
-    return _cached([_compiler(), *flags, *folders, "-x", "c++", "-c", str(source)], [source, *headers], ".o")
+    folders = [SIMULATOR, INCLUDE, kernel, KERNEL]
+    inputs = {path for folder in folders for path in folder.rglob("*") if path.is_file()} | {source}
+    includes = [f"-I{folder}" for folder in folders]
+    return _cached([_compiler(), *flags, *includes, "-x", "c++", "-c", str(source)], sorted(inputs), ".o")
 
 
 def _cached(command: list[str], inputs: list[Path], suffix: str) -> Path:
     """Runs ``command`` with ``-o`` to a file that is named by the command and its inputs, unless the file is there."""
     key = hashlib.sha256("\0".join(command).encode())
-    for path in sorted(inputs):
+    for path in inputs:
         key.update(f"\0{path.name}\0".encode() + path.read_bytes())
     BUILD.mkdir(parents=True, exist_ok=True)
     target = BUILD / (key.hexdigest()[:24] + suffix)

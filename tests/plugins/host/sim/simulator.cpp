@@ -2,18 +2,20 @@
 //
 // This file is compiled without instrumentation: all fibers of a CTA touch the scheduler's state, on one thread and in
 // turn, and ThreadSanitizer, told that fibers are threads, would take that for races. For the same reason nothing here
-// copies memory through memcpy (which sanitizers intercept) while a fiber runs.
+// allocates, copies or compares memory through the library (which sanitizers intercept) while fibers run, except to say
+// why a launch failed.
 #include "simulator.h"
 
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
-#include <tuple>
 #include <vector>
 
 #if defined(GPUSIM_ASAN)
@@ -91,15 +93,21 @@ struct Thread {
 };
 
 struct SharedArray {
-    size_t offset;
-    size_t bytes;
+    Location where;
+    size_t offset = 0;
+    size_t bytes = 0;
 };
+
+bool same(const Location& a, const Location& b) {
+    return a.file_name() == b.file_name() && a.line() == b.line() && a.column() == b.column();
+}
 
 struct Launch {
     unsigned blocks = 0;
     unsigned threads = 0;
     const std::function<void()>* body = nullptr;
-    std::map<std::tuple<std::string, unsigned, unsigned>, SharedArray> sharedArrays;
+    std::array<SharedArray, 16> sharedArrays;
+    size_t sharedCount = 0;
     size_t sharedUsed = kRedZone;
     std::string failure;
     char started = 0;
@@ -190,7 +198,7 @@ void wait(Barrier& barrier, unsigned firstThread, const char* name, const Locati
     char& token = barrier.tokens[barrier.generation % 2];
     if (barrier.arrived == 0) {
         barrier.where = where;
-    } else if (barrier.where.line() != where.line() || std::strcmp(barrier.where.file_name(), where.file_name()) != 0) {
+    } else if (!same(barrier.where, where)) {
         fail("thread " + std::to_string(launch.current) + " of block " + std::to_string(launch.block) + " comes to " +
              name + " at " + describe(where) + " while others wait at " + describe(barrier.where));
     }
@@ -229,20 +237,29 @@ void fiberMain() {
     std::abort();  // nobody comes back
 }
 
-/// One stack for each thread of a CTA, kept from launch to launch.
-std::byte* stackOf(unsigned thread) {
-    struct Stacks {
-        std::byte* data =
-            static_cast<std::byte*>(mmap(nullptr, kMaxThreadsPerBlock* kStackBytes, PROT_READ | PROT_WRITE,
-                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-        ~Stacks() { munmap(data, kMaxThreadsPerBlock * kStackBytes); }
-    };
-    thread_local Stacks stacks;
-    if (stacks.data == MAP_FAILED) {
+std::byte* mapStacks(std::byte* where, int flags) {
+    void* const memory = mmap(where, kMaxThreadsPerBlock * kStackBytes, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+    if (memory == MAP_FAILED) {
         std::perror("gpusim: no memory for the fibers' stacks");
         std::abort();
     }
-    return stacks.data + thread * kStackBytes;
+    return static_cast<std::byte*>(memory);
+}
+
+/// The stacks of a CTA's threads, one after another: one piece of memory that is kept from CTA to CTA.
+std::byte* stacks() {
+    struct Memory {
+        std::byte* data;
+        Memory() : data(mapStacks(nullptr, 0)) {}
+        ~Memory() { munmap(data, kMaxThreadsPerBlock * kStackBytes); }
+    };
+    thread_local Memory memory;
+#if defined(GPUSIM_TSAN)
+    // Mapped anew each time: what one CTA's threads did on their stacks is no race with the next's.
+    mapStacks(memory.data, MAP_FIXED);
+#endif
+    return memory.data;
 }
 
 void runBlock(Launch& launch, unsigned block) {
@@ -255,13 +272,14 @@ void runBlock(Launch& launch, unsigned block) {
         warp.barrier.expected = kWarpSize;
         warp.shuffleBarrier.expected = kWarpSize;
     }
+    std::byte* const memory = stacks();
     for (unsigned t = 0; t < launch.threads; ++t) {
         Flow& flow = launch.fibers[t].flow;
-        flow.stack = stackOf(t);
+        flow.stack = memory + t * kStackBytes;
         flow.stackBytes = kStackBytes;
         unpoison(flow.stack, flow.stackBytes);  // a fiber that a failed launch left behind poisoned parts of it
         getcontext(&flow.context);
-        flow.context.uc_stack.ss_sp = stackOf(t);
+        flow.context.uc_stack.ss_sp = memory + t * kStackBytes;
         flow.context.uc_stack.ss_size = kStackBytes;
         flow.context.uc_link = nullptr;
         makecontext(&flow.context, fiberMain, 0);
@@ -269,6 +287,7 @@ void runBlock(Launch& launch, unsigned block) {
         flow.tsanFiber = __tsan_create_fiber(0);
 #endif
     }
+    release(launch.started);
     launch.alive = launch.threads;
     launch.current = 0;
     switchTo(launch.host, launch.fibers[0].flow);
@@ -334,19 +353,20 @@ uint32_t shuffleXor(uint32_t mask, uint32_t bits, int laneMask, const Location& 
 
 void* sharedArray(size_t bytes, size_t alignment, const Location& where) {
     Launch& launch = *active;
-    const auto key = std::make_tuple(std::string(where.file_name()), where.line(), where.column());
-    auto found = launch.sharedArrays.find(key);
-    if (found == launch.sharedArrays.end()) {
+    SharedArray* const end = launch.sharedArrays.data() + launch.sharedCount;
+    SharedArray* const found = std::find_if(launch.sharedArrays.data(), end,
+                                            [&](const SharedArray& known) { return same(known.where, where); });
+    if (found == end) {
         const size_t offset = (launch.sharedUsed + alignment - 1) / alignment * alignment;
         launch.sharedUsed = offset + bytes + kRedZone;
-        if (launch.sharedUsed > kSharedBytes) {
-            fail("the shared array at " + describe(where) + " does not fit: kSharedBytes of the simulator is " +
-                 std::to_string(kSharedBytes));
+        if (launch.sharedUsed > kSharedBytes || ++launch.sharedCount > launch.sharedArrays.size()) {
+            fail("the shared array at " + describe(where) + " does not fit: the simulator has room for " +
+                 std::to_string(launch.sharedArrays.size()) + " arrays in " + std::to_string(kSharedBytes) + " bytes");
         }
-        found = launch.sharedArrays.emplace(key, SharedArray{offset, bytes}).first;
+        *found = {where, offset, bytes};
     }
-    unpoison(launch.shared + found->second.offset, found->second.bytes);
-    return launch.shared + found->second.offset;
+    unpoison(launch.shared + found->offset, found->bytes);
+    return launch.shared + found->offset;
 }
 
 std::string launch(unsigned blocks, unsigned threadsPerBlock, const std::function<void()>& thread) {
@@ -370,7 +390,6 @@ std::string launch(unsigned blocks, unsigned threadsPerBlock, const std::functio
     const auto shared = std::make_unique_for_overwrite<std::byte[]>(sharedBytes);
     std::memset(shared.get(), 0xff, sharedBytes);
     poison(shared.get(), sharedBytes);
-    release(launch.started);
     active = &launch;
     for (unsigned block = 0; block < blocks && launch.failure.empty(); ++block) {
         launch.shared = shared.get() + block * kSharedBytes;
