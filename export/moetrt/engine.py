@@ -20,6 +20,7 @@ from moetrt.errors import InputError
 from moetrt.files import existing_file, output_directory, write_atomically
 from moetrt.library import PluginLibrary, find_plugin_library, library_sha256, load_plugin_library
 from moetrt.onnx_files import load_model
+from moetrt.onnx_op import check_node, operator_of
 from moetrt.spec import DOMAIN, OPERATORS, PLUGIN_NAMESPACE
 
 Shape = tuple[int, ...]
@@ -335,6 +336,10 @@ def build_engine(
     if target.exists() and target.samefile(source):
         raise InputError(f"output file '{target}' is the ONNX model itself; another name is taken")
     model = load_model(source)
+    for node in our_nodes(model):
+        if operator_of(node) is not None:
+            # The plugin refuses the same, but TensorRT says so in several lines of its own.
+            check_node(node)
     bounds = [{name: p[i] for name, p in (profiles or {}).items() if p[i] is not None} for i in range(3)]
     profile = make_profile(model, *bounds)  # type: ignore[arg-type]
     library = _library_path(plugin_library)

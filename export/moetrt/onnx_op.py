@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from moetrt.definition import evaluate
+from moetrt.errors import InputError
 from moetrt.spec import (
     DATA_DTYPES,
     DOMAIN,
@@ -40,13 +41,13 @@ def named_inputs(node: ir.Node) -> dict[str, ir.Value]:
     """The inputs of an operator node by their names in the table, read off the node's ``has_*`` attributes.
 
     Raises:
-        ValueError: the node's inputs are not as many as its flags say, or one is empty.
+        InputError: the node's inputs are not as many as its flags say, or one is empty.
     """
     spec = OPERATORS[node.op_type]
     names = [entry.name for entry in spec.inputs if not entry.optional or _flag(node, entry.flag, spec)]
     if len(names) != len(node.inputs) or any(value is None for value in node.inputs):
         given = [value.name if value is not None else "" for value in node.inputs]
-        raise ValueError(
+        raise InputError(
             f"node '{node.name}' ({spec.name}): its inputs were {given}; its has_* attributes say {', '.join(names)}"
         )
     return {name: value for name, value in zip(names, node.inputs, strict=True) if value is not None}
@@ -111,6 +112,15 @@ def make_node(
         if output.shape is None and like is not None:
             output.shape = like.shape
     return node
+
+
+def check_node(node: ir.Node) -> None:
+    """Checks as much of an operator node as the graph says: its inputs' dtypes and shapes.
+
+    Raises:
+        InputError, InputTypeError: an input, a dtype or a shape that is not taken.
+    """
+    _check_values(OPERATORS[node.op_type], named_inputs(node), node.name)
 
 
 def _check_values(spec: OperatorSpec, given: Mapping[str, ir.Value], name: str | None) -> None:
