@@ -361,6 +361,10 @@ def wrong_attribute(model: ir.Model) -> None:
     node_of(model).attributes["weight_bias"] = ir.AttrFloat32("weight_bias", 3.0)
 
 
+def wrong_flag(model: ir.Model) -> None:
+    node_of(model).attributes["has_shared_output"] = ir.AttrInt64("has_shared_output", 1)
+
+
 REFUSED = {
     "map of int64": (wrong_map, "input expanded_idx_to_permuted_idx was int64; int32 is taken"),
     "hidden size": (wrong_hidden, "input residual was [4, 7]"),
@@ -368,7 +372,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("fault", "said"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [*REFUSED.values(), (wrong_flag, "its has_* attributes say")],
+    ids=[*REFUSED.keys(), "flag without its input"],
+)
 def test_a_node_that_is_not_taken_is_one_line_and_names_itself(
     tmp_path: Path, plugin_library: Path, fault: Callable[[ir.Model], None], said: str
 ) -> None:

@@ -326,7 +326,7 @@ def build_engine(
         What was built, with the plugin layers as TensorRT's network has them.
 
     Raises:
-        InputError: one line for whatever was not taken; neither file is written or changed then.
+        InputError, InputTypeError: one line for whatever was not taken; neither file is written or changed then.
     """
     say = progress or (lambda _: None)
     source = existing_file(onnx_path, "ONNX model")
