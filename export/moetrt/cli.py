@@ -247,8 +247,13 @@ def build_command(
     """Build a TensorRT engine from the mapped MODEL, its tails run by the plugin."""
     if plugin and no_plugin:
         raise InputError("--plugin and --no-plugin were both given; one of them is taken")
+    from moetrt.backends import choose
     from moetrt.engine import build_engine
+    from moetrt.files import existing_file
 
+    existing_file(model, "ONNX model")
+    # Says where it makes the link that TensorRT-RTX's parser needs.
+    choose(backend, progress=out.line)
     low, best, high = _shapes(min_words), _shapes(opt_words), _shapes(max_words)
     profiles = {name: (low.get(name), best.get(name), high.get(name)) for name in {**low, **best, **high}}
     with out.step("build") as step:
