@@ -109,9 +109,15 @@ def make_node(
         dtype = given["gemm2_permuted"].dtype
         if output.dtype is None and dtype is not None:
             output.dtype = dtype
-        if output.shape is None and like is not None:
-            output.shape = like.shape
+        if output.shape is None:
+            output.shape = like.shape if like is not None else _flat_shape(given)
     return node
+
+
+def _flat_shape(given: Mapping[str, ir.Value]) -> ir.Shape | None:
+    """``[T, H]``, the outputs' shape where neither residual nor shared_output gives one."""
+    weights, wide = given["expert_weights"].shape, given.get("gamma", given["gemm2_permuted"]).shape
+    return None if weights is None or wide is None else ir.Shape([weights[0], wide[-1]])
 
 
 def check_node(node: ir.Node) -> None:
