@@ -1,6 +1,8 @@
 // The rules on dtypes and shapes, and the words in which a breach is told.
 #include "operand_check.h"
 
+#include <algorithm>
+
 namespace moetrt {
 namespace {
 
@@ -91,38 +93,45 @@ std::string checkRoutes(const Shapes& shapes) {
     } else if (const Extent routes = product(weights[0], weights[1]); !overlap(rows[0], routes)) {
         return shapes.refuse(Input::kGemm2Permuted, "R = T*K = " + text(routes) + " rows where the map is absent");
     }
-    const Shape* const gate = shapes.find(Input::kSharedGate);
-    if (gate != nullptr && (!overlap((*gate)[0], weights[0]) || !overlap((*gate)[1], {1, 1}))) {
-        return shapes.refuse(Input::kSharedGate, "[T, 1] = " + text({weights[0], {1, 1}}));
-    }
     return "";
 }
 
 std::string checkHidden(const Shapes& shapes) {
-    const Shape& rows = shapes.get(Input::kGemm2Permuted);
-    const Extent& tokens = shapes.get(Input::kExpertWeights)[0];
     const Extent* hidden = nullptr;
+    Input named = Input::kGemm2Permuted;
     for (const Input input : {Input::kGamma, Input::kResidual, Input::kSharedOutput}) {
         const Shape* const shape = shapes.find(input);
         if (shape == nullptr) {
             continue;
         }
-        const Extent& last = shape->back();
-        if (last.high < 1) {
-            return shapes.refuse(input, "H >= 1");
-        }
         if (hidden == nullptr) {
-            hidden = &last;
-        } else if (!overlap(last, *hidden)) {
+            hidden = &shape->back();
+            named = input;
+        } else if (!overlap(shape->back(), *hidden)) {
             return shapes.refuse(input, "a last dimension of H = " + text(*hidden));
         }
-        if (input != Input::kGamma && !overlap(leadingProduct(*shape), tokens)) {
-            return shapes.refuse(input, "leading dimensions that multiply to T = " + text(tokens));
-        }
+    }
+    if (hidden != nullptr && hidden->high < 1) {
+        return shapes.refuse(named, "H >= 1");
     }
     const int64_t least = hidden == nullptr ? 1 : std::max<int64_t>(hidden->low, 1);
-    if (rows[1].high < least) {
+    if (shapes.get(Input::kGemm2Permuted)[1].high < least) {
         return shapes.refuse(Input::kGemm2Permuted, "Hp >= H = " + std::to_string(least) + " in [R, Hp]");
+    }
+    return "";
+}
+
+std::string checkTokens(const Shapes& shapes) {
+    const Extent& tokens = shapes.get(Input::kExpertWeights)[0];
+    const Shape* const gate = shapes.find(Input::kSharedGate);
+    if (gate != nullptr && (!overlap((*gate)[0], tokens) || !overlap((*gate)[1], {1, 1}))) {
+        return shapes.refuse(Input::kSharedGate, "[T, 1] = " + text({tokens, {1, 1}}));
+    }
+    for (const Input input : {Input::kResidual, Input::kSharedOutput}) {
+        const Shape* const shape = shapes.find(input);
+        if (shape != nullptr && !overlap(leadingProduct(*shape), tokens)) {
+            return shapes.refuse(input, "leading dimensions that multiply to T = " + text(tokens));
+        }
     }
     return "";
 }
@@ -207,8 +216,12 @@ std::string checkShapes(const InputList& inputs, const std::vector<Shape>& shape
         }
     }
     const Shapes named(inputs, shapes);
-    const std::string line = checkRoutes(named);
-    return line.empty() ? checkHidden(named) : line;
+    for (const auto check : {checkRoutes, checkHidden, checkTokens}) {
+        if (std::string line = check(named); !line.empty()) {
+            return line;
+        }
+    }
+    return "";
 }
 
 }  // namespace moetrt

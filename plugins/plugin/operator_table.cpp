@@ -4,7 +4,8 @@
 namespace moetrt {
 namespace {
 
-constexpr InputSpec kGemm2Permuted{Input::kGemm2Permuted, "gemm2_permuted", "[R, Hp]", DtypeRule::kAnyData, nullptr};
+constexpr InputSpec kGemm2Permuted{Input::kGemm2Permuted, "gemm2_permuted", "[R, Hp], Hp >= H", DtypeRule::kAnyData,
+                                   nullptr};
 constexpr InputSpec kExpertWeights{Input::kExpertWeights, "expert_weights", "[T, K]", DtypeRule::kDataOrFloat, nullptr};
 constexpr InputSpec kMap{Input::kMap, "expanded_idx_to_permuted_idx", "[T, K]", DtypeRule::kInt32, &Attributes::hasMap};
 constexpr InputSpec kSharedOutput{Input::kSharedOutput, "shared_output", "[..., H]", DtypeRule::kData,

@@ -2,7 +2,7 @@
 //
 // 1. IPluginRegistry::loadLibrary (trtexec --dynamicPlugins, load_library in Python) opens this file, hands over a
 //    logger finder and registers what getCreators answers.
-// 2. A bare dlopen (Polygraphy's --plugins, ctypes.CDLL) asks nothing: the constructor below registers.
+// 2. A bare dlopen (Polygraphy's --plugins, ctypes.CDLL) asks nothing: on_load.cpp registers.
 // 3. moetrt_register_creators does so on request, for a TensorRT that was loaded after this file.
 #include "registration.h"
 
@@ -59,45 +59,44 @@ void handOver(const void* loggerFinder) {
     }
 }
 
+/// Returns "" or why the library's registry does not have the creators.
+std::string registerIn(const TensorRTLibrary& library) {
+    const Registry registry(library);
+    if (!registry.known()) {
+        return "TensorRT " + std::to_string(library.version.major) + "." + std::to_string(library.version.minor) +
+               " ('" + library.path + "') is not known; 10, 11 and TensorRT-RTX from 1.7 are taken";
+    }
+    for (size_t i = 0; i < kOperators.size(); ++i) {
+        if (registry.has(creator(i))) {
+            continue;
+        }
+        if (!registry.add(creator(i))) {
+            return std::string(kOperators[i].name) + " was not taken by the plugin registry of '" + library.path + "'";
+        }
+        if (i == 0) {
+            ownRegistrations().push_back(library.registry);
+        }
+    }
+    return "";
+}
+
 }  // namespace
 
 int32_t registerInLoadedLibraries() {
     const std::lock_guard<std::mutex> lock(registrationMutex());
     int32_t count = 0;
+    bool refused = false;
     for (const TensorRTLibrary& library : loadedTensorRTLibraries()) {
-        const Registry registry(library);
-        if (!registry.known()) {
-            refuse("TensorRT " + std::to_string(library.version.major) + "." + std::to_string(library.version.minor) +
-                   " ('" + library.path + "') is not known; 10, 11 and TensorRT-RTX from 1.7 are taken");
-            return -1;
+        if (std::string line = registerIn(library); !line.empty()) {
+            refuse(line);
+            refused = true;
+        } else {
+            ++count;
         }
-        for (size_t i = 0; i < kOperators.size(); ++i) {
-            if (registry.has(creator(i))) {
-                continue;
-            }
-            if (!registry.add(creator(i))) {
-                refuse(std::string(kOperators[i].name) + " was not taken by the plugin registry of '" + library.path +
-                       "'");
-                return -1;
-            }
-            if (i == 0) {
-                ownRegistrations().push_back(library.registry);
-            }
-        }
-        ++count;
     }
-    return count;
+    return refused ? -1 : count;
 }
 
-namespace {
-
-__attribute__((constructor)) void registerWhereNobodyAsks() {
-    if (registerInLoadedLibraries() == 0 && openTensorRTLibrary()) {
-        registerInLoadedLibraries();
-    }
-}
-
-}  // namespace
 }  // namespace moetrt
 
 MOETRT_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {

@@ -13,6 +13,8 @@
 #include <string_view>
 #include <system_error>
 
+#include "errors.h"
+
 namespace moetrt {
 namespace {
 
@@ -74,6 +76,16 @@ std::vector<std::string> loadedPaths() {
     return paths;
 }
 
+/// What is in a folder, in no order; nothing where it cannot be read.
+std::vector<fs::path> entriesOf(const fs::path& folder) {
+    std::vector<fs::path> entries;
+    std::error_code error;
+    for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+        entries.push_back(entry->path());
+    }
+    return entries;
+}
+
 bool open(const std::string& name) {
     // The handle is kept for good: the registry in there holds our creators from now on.
     return dlopen(name.c_str(), RTLD_LAZY | RTLD_LOCAL) != nullptr;
@@ -114,9 +126,9 @@ std::vector<fs::path> siteFolders() {
         }
     }
     for (const fs::path& prefix : prefixes) {
-        for (const auto& entry : fs::directory_iterator(prefix / "lib", ignored)) {
-            if (entry.path().filename().string().starts_with("python3")) {
-                folders.push_back(entry.path() / "site-packages");
+        for (const fs::path& entry : entriesOf(prefix / "lib")) {
+            if (entry.filename().string().starts_with("python3")) {
+                folders.push_back(entry / "site-packages");
             }
         }
     }
@@ -125,11 +137,10 @@ std::vector<fs::path> siteFolders() {
 
 bool openFromSite(const std::vector<fs::path>& sites, const SiteFolder& wanted) {
     for (const fs::path& site : sites) {
-        std::error_code ignored;
         std::vector<std::string> found;
-        for (const auto& entry : fs::directory_iterator(site / wanted.package, ignored)) {
-            if (entry.path().filename().string().starts_with(wanted.prefix)) {
-                found.push_back(entry.path().string());
+        for (const fs::path& entry : entriesOf(site / wanted.package)) {
+            if (entry.filename().string().starts_with(wanted.prefix)) {
+                found.push_back(entry.string());
             }
         }
         std::sort(found.rbegin(), found.rend());
@@ -162,7 +173,12 @@ std::vector<TensorRTLibrary> loadedTensorRTLibraries() {
 
 bool openTensorRTLibrary() {
     if (const char* const named = std::getenv("MOETRT_TENSORRT_LIBRARY"); named != nullptr && named[0] != '\0') {
-        return open(named);
+        if (open(named)) {
+            return true;
+        }
+        refuse(std::string("MOETRT_TENSORRT_LIBRARY was '") + named + "', which cannot be opened; " +
+               "the path of a TensorRT library is taken");
+        return false;
     }
     const std::vector<fs::path> sites = siteFolders();
     if (isSet("POLYGRAPHY_USE_TENSORRT_RTX")) {

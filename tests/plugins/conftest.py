@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def driver(plugin_library: Path) -> Driver:
+def driver_build(plugin_library: Path) -> Path:
+    """The folder of libmoetrt_driver.so and libmoetrt_recording.so."""
     build = ROOT / "build" / "driver"
     configure = ["-S", str(ROOT / "plugins"), "-B", str(build), "-DMOETRT_DRIVER=ON"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}"]
@@ -23,10 +24,25 @@ def driver(plugin_library: Path) -> Driver:
     folder = Path(sys.executable).parent
     cmake = str(folder / "cmake") if (folder / "cmake").exists() else shutil.which("cmake")
     assert cmake is not None
-    for command in (configure, ["--build", str(build), "--target", "moetrt_driver"]):
+    for command in (
+        configure,
+        ["--build", str(build), "--parallel", "2", "--target", "moetrt_driver", "moetrt_recording"],
+    ):
         done = subprocess.run([cmake, *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-    return Driver(build / "libmoetrt_driver.so", plugin_library)
+    return build
+
+
+@pytest.fixture(scope="session")
+def driver(driver_build: Path, plugin_library: Path) -> Driver:
+    """The driver with the plugin library."""
+    return Driver(driver_build / "libmoetrt_driver.so", plugin_library)
+
+
+@pytest.fixture(scope="session")
+def recording(driver_build: Path) -> Driver:
+    """The driver with the same plugin around a kernel that only remembers what it was asked to run."""
+    return Driver(driver_build / "libmoetrt_driver.so", driver_build / "libmoetrt_recording.so")
 
 
 @pytest.fixture(scope="session")

@@ -166,9 +166,14 @@ class Plugin:
         )
 
     def enqueue(
-        self, shapes: Sequence[Shape], types: Sequence[str], inputs: Sequence[int], outputs: Sequence[int]
+        self,
+        shapes: Sequence[Shape],
+        types: Sequence[str],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        stream: int | None = None,
     ) -> bool:
-        """``inputs`` and ``outputs`` are addresses on the GPU."""
+        """``inputs`` and ``outputs`` are addresses on the GPU, ``stream`` a CUDA stream's handle."""
         return bool(
             self.driver.functions.driver_enqueue(
                 self.handle,
@@ -177,7 +182,7 @@ class Plugin:
                 len(types),
                 (ctypes.c_void_p * len(inputs))(*inputs),
                 (ctypes.c_void_p * len(outputs))(*outputs),
-                None,
+                ctypes.c_void_p(stream),
             )
             == 0
         )

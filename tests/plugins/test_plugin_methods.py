@@ -1,11 +1,19 @@
-"""What TensorRT asks of the plugin, asked directly: dtypes, shapes, formats, ranges, serialisation, clones, enqueue."""
+"""What TensorRT asks of the plugin, asked directly: dtypes, shapes, formats, ranges, serialisation, clones."""
 
 from pathlib import Path
 
 import pytest
 
+from moetrt.errors import InputError, InputTypeError
 from moetrt.library import PluginLibrary
-from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OPERATORS, OperatorSpec
+from moetrt.spec import (
+    FINALIZE_ADD,
+    FINALIZE_ADD_RMS_NORM,
+    OPERATORS,
+    Operand,
+    OperatorSpec,
+    check_operands,
+)
 from tests.plugins.driver import Driver, FieldValue, Plugin
 from tests.plugins.node_cases import ALL_COMBINATIONS, Node, combination_id, concrete, make_node
 
@@ -84,7 +92,7 @@ def test_wrong_dtype_is_refused_by_name(
 
 
 WRONG_SHAPES = [
-    ("gemm2_permuted", (24,), "[24]; rank 2, [R, Hp], is taken"),
+    ("gemm2_permuted", (24,), "[24]; rank 2, [R, Hp], Hp >= H, is taken"),
     ("gemm2_permuted", (24, 32), "[24, 32]; Hp >= H = 64 in [R, Hp] is taken"),
     ("expert_weights", (24,), "[24]; rank 2, [T, K], is taken"),
     ("expert_weights", (6, 0), "[6, 0]; K >= 1 in [T, K] is taken"),
@@ -99,7 +107,6 @@ WRONG_SHAPES = [
     ("residual", (6, 65), "[6, 65]; a last dimension of H = 64 is taken"),
     ("residual", (7, 64), "[7, 64]; leading dimensions that multiply to T = 6 is taken"),
     ("gamma", (1, 64), "[1, 64]; rank 1, [H], is taken"),
-    ("gamma", (0,), "[0]; H >= 1 is taken"),
 ]
 
 
@@ -121,6 +128,27 @@ def test_case02_wrong_shape_is_refused_by_name(
     assert library.last_error() == line
 
 
+def python_words(node: Node) -> str:
+    """What moetrt.spec says of the node, with its symbols' sizes known."""
+    operands = {name: Operand(node.dtypes[name], concrete(node.shapes[name], SIZES)) for name in node.inputs}
+    with pytest.raises((InputError, InputTypeError)) as caught:
+        check_operands(node.spec, operands, where=LABEL.removesuffix(": "))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "dtype", "line"), WRONG_DTYPES)
+def test_python_refuses_a_dtype_in_the_same_words(name: str, dtype: str, line: str) -> None:
+    node = make_node(optional=(MAP, "shared_output", "shared_gate", "residual")).with_input(name, dtype=dtype)
+    assert python_words(node) == LABEL + line
+
+
+@pytest.mark.parametrize(("name", "shape", "rest"), WRONG_SHAPES)
+def test_python_refuses_a_shape_in_the_same_words(name: str, shape: tuple[int, ...], rest: str) -> None:
+    node = make_node(optional=(MAP, "shared_output", "shared_gate", "residual")).with_input(name, shape=shape)
+    line = f"{LABEL}input {name} was {rest}"
+    assert python_words(node) == line
+
+
 def test_rows_without_a_map_are_one_a_route(driver: Driver, library: PluginLibrary) -> None:
     node = make_node(optional=("residual",))
     plugin = plugin_of(driver, node)
@@ -130,6 +158,14 @@ def test_rows_without_a_map_are_one_a_route(driver: Driver, library: PluginLibra
     )
     mapped = make_node()
     assert plugin_of(driver, mapped).output_shapes(mapped.shape_list({"T": 6, "R": 25})) is not None
+
+
+def test_a_hidden_size_of_nothing_is_refused(driver: Driver, library: PluginLibrary) -> None:
+    for spec, name, was in ((FINALIZE_ADD_RMS_NORM, "gamma", "[0]"), (FINALIZE_ADD, "shared_output", "[6, 0]")):
+        node = make_node(spec, optional=(MAP, "shared_output"), hidden=0)
+        library.clear_last_error()
+        assert plugin_of(driver, node).output_shapes(node.shape_list(SIZES)) is None
+        assert library.last_error() == f"{spec.name} '{node.name}': input {name} was {was}; H >= 1 is taken"
 
 
 def test_case10_no_tokens_and_rows_apart_from_routes_are_taken(driver: Driver) -> None:
@@ -284,33 +320,6 @@ def test_refusals_go_to_the_logger_of_the_headers_tensorrt_only(
             assert library.last_error() == line.removeprefix("[moetrt] ").rstrip("\n")
     finally:
         driver.set_logger(0)
-
-
-def test_enqueue_without_a_usable_gpu_says_so(driver: Driver, library: PluginLibrary) -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here: tests/gpu runs enqueue on it")
-    node = make_node()
-    shapes, types = node.shape_list({"T": 2, "R": 8}), node.type_list()
-    # Addresses that no kernel will read: 1 MiB apart, aligned.
-    addresses = [(i + 1) << 20 for i in range(7)]
-    assert not plugin_of(driver, node).enqueue(shapes, types, addresses[:5], addresses[5:])
-    assert library.last_error().startswith(LABEL + "the kernel was not started: cudaError")
-
-
-def test_enqueue_with_no_tokens_starts_nothing(driver: Driver, library: PluginLibrary) -> None:
-    node = make_node()
-    shapes = node.shape_list({"T": 0, "R": 0})
-    assert plugin_of(driver, node).enqueue(shapes, node.type_list(), [0] * 5, [0] * 2)
-    assert library.last_error() == ""
-
-
-def test_enqueue_refuses_outputs_that_overlap_inputs(driver: Driver, library: PluginLibrary) -> None:
-    node = make_node()
-    addresses = [(i + 1) << 20 for i in range(5)]
-    shapes = node.shape_list({"T": 2, "R": 8})
-    assert not plugin_of(driver, node).enqueue(shapes, node.type_list(), addresses, [addresses[3], 9 << 20])
-    assert "overlaps" in library.last_error()
 
 
 def test_the_driver_is_no_part_of_the_package(plugin_library: Path) -> None:

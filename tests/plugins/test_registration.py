@@ -117,8 +117,12 @@ second = functions.moetrt_register_creators()
 print(json.dumps([first, before, second, functions.moetrt_register_creators(), ours(registry)]))
 """
     # A name that opens nothing: no TensorRT is loaded until it is imported.
-    answer, _ = ask(plugin_library, RTX, script, MOETRT_TENSORRT_LIBRARY="none.so")
+    answer, errors = ask(plugin_library, RTX, script, MOETRT_TENSORRT_LIBRARY="none.so")
     assert answer == [0, [], 1, 1, OURS]
+    assert errors == (
+        "[moetrt] MOETRT_TENSORRT_LIBRARY was 'none.so', which cannot be opened; "
+        "the path of a TensorRT library is taken\n"
+    )
 
 
 def test_a_builders_own_registry_can_load_the_library(plugin_library: Path) -> None:
