@@ -7,13 +7,13 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from tests.models import contract, families
 
 from moetrt.capture import OPSETS, capture, export, parse_dynamic
 from moetrt.errors import InputError, InputTypeError
 from moetrt.onnx_files import load_model
 from moetrt.onnx_op import named_inputs, operator_of, read_attributes
 from moetrt.source import Source, as_source
+from tests.models import contract, families
 
 KINDS = ("front", "foreign", "gather_form", "producer", "finalize_only")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.models import families
 
 from moetrt.errors import InputError
 from moetrt.experts import EXPERTS_FORMS, deferred_finalize, experts_modules
+from tests.models import families
 
 FAMILIES = [
     families.deepseek_v3,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models import contract, families
 
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.nested import flatten, names_of
 from moetrt.quiet import quiet
 from moetrt.source import Source, as_source, load_source
+from tests.models import contract, families
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,7 +8,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import helper
-from tests.mapping_graphs import HIDDEN, Graph, NormForm, full_tail
 
 from moetrt.errors import InputError
 from moetrt.inspection import (
@@ -22,6 +21,7 @@ from moetrt.inspection import (
 from moetrt.mapping import EXPECTED_KEY, map_model
 from moetrt.onnx_files import save_model
 from moetrt.onnx_op import operator_of
+from tests.mapping_graphs import HIDDEN, Graph, NormForm, full_tail
 
 
 def inspected(model: ir.Model, folder: Path) -> Inspection:

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
-from tests.mapping_graphs import FLOAT, HIDDEN, Graph, NormForm, feeds, full_tail
 
 from moetrt.equivalence import compare_models
 from moetrt.errors import InputError, InputTypeError
 from moetrt.mapping import EXPECTED_KEY, MappingReport, Site, inference_problem, map_file, map_model
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
+from tests.mapping_graphs import FLOAT, HIDDEN, Graph, NormForm, feeds, full_tail
 
 RELATIVE = {"float32": 2e-6, "float16": 4e-3}
 """How far a mapped graph may be from the graph before, as a part of the largest value: a few roundings of its dtype."""

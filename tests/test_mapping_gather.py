@@ -7,12 +7,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from tests.mapping_graphs import Graph, NormForm
 from torch import Tensor, nn
 
 from moetrt.equivalence import compare_models, run_model
 from moetrt.mapping import MappingReport, Site, inference_problem, map_model
 from moetrt.onnx_op import operator_of
+from tests.mapping_graphs import Graph, NormForm
 
 TOKENS, TOP_K, ROWS, HIDDEN = 6, 2, 20, 16
 BATCH = 2

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.operator_cases import Case, make_case
 
 import moetrt
 from moetrt import onnx_op
 from moetrt.reference import operand, reference
 from moetrt.spec import DOMAIN, FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OPERATORS, Operand
+from tests.operator_cases import Case, make_case
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # One rounding to the dtype may fall the other way where the two sums differ in the last bit of float32.

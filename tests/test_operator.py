@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.operator_cases import Case, gold, make_case
 
 import moetrt
 from moetrt.reference import reference
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OPERATORS
+from tests.operator_cases import Case, gold, make_case
 
 # Half a unit in the last place of one rounding to the dtype, times the few roundings that norm_out goes through.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
