@@ -159,7 +159,7 @@ def build_plugin_library() -> Path:
     it (plugins/cmake/toolchain.py).
 
     Raises:
-        MoetrtError: a compiler or CMake is missing, or the build failed; its output says more.
+        MoetrtError: a compiler or CMake is missing, or the build failed.
     """
     source, work = _source_and_work_folders()
     cmake = _program("cmake")
@@ -168,14 +168,31 @@ def build_plugin_library() -> Path:
     configure = [cmake, "-S", str(source), "-B", str(build), *generator]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DMOETRT_TOOLCHAIN_DIRECTORY={work / 'toolchain'}"]
     configure += [f"-DMOETRT_VERSION={_version()}"]
-    for command in (configure, [cmake, "--build", str(build), "--parallel", str(min(os.cpu_count() or 1, 2))]):
-        # stdout belongs to the command's own result, so that `moetrt doctor --json` stays readable.
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
-            raise MoetrtError(f"the plugin library could not be built; what was wrong is said above ({build})")
+    for command in (configure, [cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)]):
+        reason = _run_and_show(command)
+        if reason:
+            raise MoetrtError(f"the plugin library could not be built: {reason}")
     target = _package_folders()[0] / "lib" / LIBRARY_NAME
     with write_atomically(target) as temporary:
         shutil.copy2(build / LIBRARY_NAME, temporary)
     return target
+
+
+def _run_and_show(command: list[str]) -> str:
+    """Shows the command's output on standard error; returns "" or, where it failed, the reason in one line."""
+    # Not on standard output: that belongs to the result, so that `moetrt doctor --json` stays readable.
+    reason = f"the compiler's output is above ({' '.join(command[:3])})"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stderr.write(line)
+            if line.startswith(_TOOLCHAIN_ERROR):
+                reason = line.removeprefix(_TOOLCHAIN_ERROR).strip()
+    return "" if process.returncode == 0 else reason
+
+
+# How plugins/cmake/toolchain.py begins its one line.
+_TOOLCHAIN_ERROR = "moetrt: error: "
 
 
 def _package_folders() -> list[Path]:

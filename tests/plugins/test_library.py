@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moetrt.errors import InputError
+from moetrt.errors import InputError, MoetrtError
 from moetrt.library import (
     ABI_VERSION,
     C_FUNCTIONS,
@@ -15,6 +15,7 @@ from moetrt.library import (
     TENSORRT_FUNCTIONS,
     MoEFinalizeParams,
     PluginLibrary,
+    build_plugin_library,
     find_plugin_library,
     library_sha256,
     load_plugin_library,
@@ -141,3 +142,18 @@ def test_another_abi_is_refused_by_number(tmp_path: Path) -> None:
     source = "int moetrt_abi_version(void) { return 99; }" + "".join(f"void {name}(void) {{}}" for name in names)
     with pytest.raises(InputError, match=r"has ABI version 99; 1 is taken, build it anew$"):
         load_plugin_library(compile_c(tmp_path, source, "-shared", "-fPIC"))
+
+
+def test_a_build_without_a_compiler_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(MoetrtError) as caught:
+        build_plugin_library()
+    assert str(caught.value) == (
+        "the plugin library could not be built: there is no C++ compiler (c++, g++ or clang++) on PATH; "
+        "install g++ (Debian, Ubuntu: apt-get install g++)"
+    )
+    assert capsys.readouterr().out == ""
