@@ -474,6 +474,16 @@ def test_case26_bias_after_the_norm() -> None:
     declined(g, "a bias is added after the RMSNorm")
 
 
+def test_fused_forms_of_onnx_runtime_are_named() -> None:
+    g = Graph()
+    routed, residual = g.routed(), g.input("residual", ["T", HIDDEN])
+    g.output(g.op("SkipSimplifiedLayerNormalization", routed, residual, g.vector(1), domain="com.microsoft"))
+    g.values.append(helper.make_tensor_value_info(g.outputs[0], TensorProto.FLOAT, ["T", HIDDEN]))
+    site = only(map_model(g.model("com.microsoft")))
+    assert site.became.startswith("MoEFinalizeAdd without its norm: SkipSimplifiedLayerNormalization")
+    assert "map the model before it is optimised" in site.became
+
+
 def bad_norm(change: str) -> Graph:
     g = Graph()
     hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
@@ -816,6 +826,40 @@ def test_map_file_onto_itself(tmp_path: Path) -> None:
     map_file(path, path)
     assert_same_numbers(before_numbers, load_model(path))
     assert map_file(path, path).complete
+
+
+def test_weights_are_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gamma and a matrix lie in a data file; nothing asks for their elements, in the same folder or another."""
+    g = full_tail()
+    gamma = next(name for name in g.initializers if g.initializers[name].dims == [HIDDEN])
+    wide = g.op("MatMul", g.outputs[0], g.const(np.ones((HIDDEN, 64)), name="matrix"))
+    g.output(wide)
+    proto = g.proto()
+    source = tmp_path / "model.onnx"
+    onnx.save(proto, source, save_as_external_data=True, location="weights.bin", size_threshold=64)
+    external = {name: value.const_value for name, value in load_model(source).graph.initializers.items()}
+    assert {name for name, tensor in external.items() if isinstance(tensor, ir.ExternalTensor)} == {gamma, "matrix"}
+
+    def refuse(self: ir.ExternalTensor) -> None:
+        raise AssertionError(f"{self.name} was loaded")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ir.ExternalTensor, "_load", refuse)
+        for output in (tmp_path / "mapped.onnx", tmp_path / "other" / "mapped.onnx"):
+            assert map_file(source, output).complete
+    model = load_model(source)
+    for output in (tmp_path / "mapped.onnx", tmp_path / "other" / "mapped.onnx"):
+        assert_same_numbers(model, load_model(output))
+
+
+def test_small_constants_in_a_linked_data_file_are_read(tmp_path: Path) -> None:
+    """Every tensor is external, and the file has a second name, as in a cache of models: onnx_ir would refuse it."""
+    source = tmp_path / "model.onnx"
+    onnx.save(full_tail().proto(), source, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    (tmp_path / "second.bin").hardlink_to(tmp_path / "weights.bin")
+    report = map_file(source, tmp_path / "other" / "mapped.onnx")
+    assert only(report).attributes["eps"] == 1e-5
+    assert_same_numbers(full_tail().model(), load_model(tmp_path / "other" / "mapped.onnx"))
 
 
 def test_bad_files_are_one_line(tmp_path: Path) -> None:

@@ -195,8 +195,7 @@ def map_command(
         step.result = f"{output}: {result.summary()}"
         step.ok = result.complete
     if result.sites:
-        became = [(site.name, site.operator if site.matched else f"not mapped: {site.reason}") for site in result.sites]
-        out.table(("tail", "became"), became)
+        out.table(("tail", "became"), [(site.name, site.became) for site in result.sites])
     for note in result.notes:
         out.line(f"note: {note}")
     if not result.complete and not allow_unmatched:

@@ -280,8 +280,7 @@ def _unmapped(path: str | os.PathLike[str]) -> list[str]:
     found = []
     for site in report.sites:
         if not site.matched:
-            became = f"is {site.operator} without its norm" if site.operator else "is not mapped"
-            found.append(f"tail '{site.name}' {became}: {site.reason}")
+            found.append(f"tail '{site.name}' is {site.became}")
         elif site.form != MAPPED_FORM and site.operator != "MoEFinalizeAdd":
             found.append(f"tail '{site.name}' is not mapped yet: moetrt map makes it {site.operator}")
     if report.expected is not None and report.expected != report.found:

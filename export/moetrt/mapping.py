@@ -70,6 +70,13 @@ class Site:
     outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
+    def became(self) -> str:
+        """In words, what the tail is now and, where something was left out, why."""
+        if self.matched:
+            return str(self.operator)
+        return f"{self.operator} without its norm: {self.reason}" if self.operator else f"not mapped: {self.reason}"
+
+    @property
     def dtype(self) -> str | None:
         """The rows' dtype in ONNX's spelling."""
         rows = self.inputs.get("gemm2_permuted")
@@ -374,7 +381,7 @@ class _Mapper:
         """
         graph = tail.node.graph
         assert isinstance(graph, ir.Graph)
-        name = self._unique_name(f"{_scope(seed.node)}/{spec.name}")
+        name = self._unique_name("/".join(filter(None, (_scope(seed.node), spec.name))))
         added: list[ir.Node] = []
         inputs = {key: _prepare(operand, f"{name}/{key}", added) for key, operand in operands.items()}
         try:
@@ -518,7 +525,7 @@ def _detach(node: ir.Node) -> None:
 
 
 def _scope(node: ir.Node) -> str:
-    """The module that a node comes from, as capture or torch.onnx notes it, else the node's name."""
+    """The module that a node comes from, as capture or torch.onnx notes it, else the node's name, if it says more."""
     module = node.metadata_props.get("module")
     if module:
         return module
@@ -527,11 +534,12 @@ def _scope(node: ir.Node) -> str:
     if len(scopes) > 1 and scopes[-2]:
         return scopes[-2]
     name = node.name or node.outputs[0].name or node.op_type
-    return name.removesuffix(f"/{node.op_type}")
+    return "" if name == node.op_type else name.removesuffix(f"/{node.op_type}")
 
 
 def _name_of(seed: Seed) -> str:
-    return f"{_scope(seed.node)} ({named(seed.node)})"
+    scope = _scope(seed.node)
+    return f"{scope} ({named(seed.node)})" if scope else named(seed.node)
 
 
 def _write_plugin_attributes(node: ir.Node) -> None:
