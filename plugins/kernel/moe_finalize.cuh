@@ -18,6 +18,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "moetrt/moe_finalize.h"
 
@@ -54,7 +55,12 @@ __device__ __forceinline__ Pack<T, N> loadPack(const void* data, int64_t index, 
     Pack<T, N> pack = {};
     if constexpr (kWide) {
         if (count > 0) {
-            pack = *reinterpret_cast<const Pack<T, N>*>(elements + index);
+            uint4 parts[sizeof(pack) / sizeof(uint4)];
+#pragma unroll
+            for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(uint4)); ++i) {
+                parts[i] = reinterpret_cast<const uint4*>(elements + index)[i];
+            }
+            memcpy(&pack, parts, sizeof(pack));
         }
     } else {
 #pragma unroll
@@ -67,13 +73,17 @@ __device__ __forceinline__ Pack<T, N> loadPack(const void* data, int64_t index, 
     return pack;
 }
 
-/// The counterpart of loadPack: writes the first `count` elements.
+/// The counterpart of loadPack: writes the first `count` elements. A wide store is spelled as an intrinsic, because
+/// nvcc splits an assignment into four where it can.
 template <bool kWide, int N, typename T>
 __device__ __forceinline__ void storePack(void* data, int64_t index, int count, const Pack<T, N>& pack) {
     T* elements = static_cast<T*>(data);
     if constexpr (kWide) {
+        static_assert(sizeof(pack) == sizeof(uint4), "one access");
         if (count > 0) {
-            *reinterpret_cast<Pack<T, N>*>(elements + index) = pack;
+            uint4 bits;
+            memcpy(&bits, &pack, sizeof(bits));
+            __stwb(reinterpret_cast<uint4*>(elements + index), bits);
         }
     } else {
 #pragma unroll

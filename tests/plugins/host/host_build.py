@@ -41,9 +41,9 @@ ADDRESS = Variant(
 THREAD = Variant("thread", "-O0", ("-fsanitize=thread",), ("-DGPUSIM_TSAN",))
 
 
-def build_library() -> Path:
-    """The shared library with the C interface of moetrt/moe_finalize.h."""
-    return _link(PLAIN, [HERE / "host_library.cpp"], KERNEL, "-shared", ".so")
+def build_library(kernel: Path = KERNEL) -> Path:
+    """The library with the C interface of moetrt/moe_finalize.h, with moe_finalize.cu and .cuh from ``kernel``."""
+    return _link(PLAIN, [HERE / "host_library.cpp"], kernel, "-shared", ".so")
 
 
 def build_runner(variant: Variant, kernel: Path = KERNEL) -> Path:

@@ -63,7 +63,7 @@ class Change:
     says: str
 
 
-RACE = r"SUMMARY: ThreadSanitizer: data race .*(moe_finalize\.cuh|moeFinalizeKernel)"
+RACE = r"SUMMARY: ThreadSanitizer: data race .*(moe_finalize\.cuh|moeFinalizeKernel|__stwb)"
 OUTSIDE = r"SUMMARY: AddressSanitizer: .*(moe_finalize\.cuh|moeFinalizeKernel)"
 LAST_READ = "    value = lane <"
 BARRIER = "    __syncthreads();\n"
@@ -75,6 +75,7 @@ CHANGES = [
     Change("routes read unstaged", "Weights);\n            __syncthreads();", "Weights);", THREAD, RACE),
     Change("routes staged while read", "__syncthreads();  // the routes staged before", "//", THREAD, RACE),
     Change("sums read unwritten", LAST_BARRIER, LAST_READ, THREAD, RACE),
+    Change("a neighbour's row", "(p.norm_out, index, count", "(p.norm_out, base + column, count", THREAD, RACE),
     Change("barrier skipped", LAST_BARRIER, "if (warp > 0) __syncthreads();\n" + LAST_READ, PLAIN,
            r"deadlock in block 0: 32 threads ended .*, 480 threads in __syncthreads at moe_finalize\.cuh:\d+"),
     Change("two barriers", LAST_BARRIER, f"if (warp > 0) {{\n{BARRIER}}} else {{\n{BARRIER}}}\n" + LAST_READ, PLAIN,

@@ -48,6 +48,14 @@ T __shfl_xor_sync(uint32_t mask, T value, int laneMask, const gpusim::Location& 
     return std::bit_cast<T>(gpusim::shuffleXor(mask, std::bit_cast<uint32_t>(value), laneMask, where));
 }
 
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+inline void __stwb(uint4* address, uint4 value) {
+    *address = value;
+}
+
 struct dim3 {
     unsigned x = 1;
     unsigned y = 1;

@@ -110,6 +110,7 @@ struct Launch {
     size_t sharedCount = 0;
     size_t sharedUsed = kRedZone;
     std::string failure;
+    std::vector<void*> tsanFibers;
     char started = 0;
     char ended = 0;
 
@@ -285,17 +286,13 @@ void runBlock(Launch& launch, unsigned block) {
         makecontext(&flow.context, fiberMain, 0);
 #if defined(GPUSIM_TSAN)
         flow.tsanFiber = __tsan_create_fiber(0);
+        launch.tsanFibers.push_back(flow.tsanFiber);
 #endif
     }
     release(launch.started);
     launch.alive = launch.threads;
     launch.current = 0;
     switchTo(launch.host, launch.fibers[0].flow);
-#if defined(GPUSIM_TSAN)
-    for (Thread& thread : launch.fibers) {
-        __tsan_destroy_fiber(thread.flow.tsanFiber);
-    }
-#endif
 }
 
 #if defined(GPUSIM_ASAN)
@@ -397,6 +394,12 @@ std::string launch(unsigned blocks, unsigned threadsPerBlock, const std::functio
         poison(launch.shared, kSharedBytes);
     }
     active = nullptr;
+#if defined(GPUSIM_TSAN)
+    // Not before: a CTA that got the identities of an earlier one's threads would count as the same threads.
+    for (void* fiber : launch.tsanFibers) {
+        __tsan_destroy_fiber(fiber);
+    }
+#endif
     acquire(launch.ended);
     unpoison(shared.get(), sharedBytes);
     if (!launch.failure.empty()) {
