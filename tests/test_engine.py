@@ -389,7 +389,11 @@ def test_a_node_that_is_not_taken_is_one_line_and_names_itself(
 
 @pytest.mark.parametrize(("fault", "said"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_only_the_plugin_sees_is_its_own_line(
-    tmp_path: Path, plugin_library: Path, fault: Callable[[ir.Model], None], said: str
+    tmp_path: Path,
+    plugin_library: Path,
+    fault: Callable[[ir.Model], None],
+    said: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The graph says nothing of the residual's dtype and shape, so that the plugin is the first to know."""
     model = one_tail()
@@ -405,6 +409,7 @@ def test_what_only_the_plugin_sees_is_its_own_line(
     assert line.startswith("MoEFinalizeAddRMSNorm 'MoEFinalizeAddRMSNorm': ")
     assert said in line
     assert f"('{path}', tensorrt-rtx 1." in line
+    assert "[moetrt]" not in capfd.readouterr().err
 
 
 def test_what_tensorrt_refuses_by_itself_is_its_own_line(tmp_path: Path, plugin_library: Path) -> None:

@@ -486,6 +486,8 @@ class _TensorRT:
             # After TensorRT was imported: the library registers its plugins with those that are loaded.
             self._library = load_plugin_library(library)
             self._library.clear_last_error()
+            # A refusal becomes the one line of the exception.
+            self._stack.enter_context(self._library.errors_kept())
         build = self
 
         class NetworkWithPlugins(NetworkFromOnnxPath):

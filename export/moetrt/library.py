@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ C_FUNCTIONS = (
     "moetrt_version",
     "moetrt_last_error",
     "moetrt_clear_last_error",
+    "moetrt_show_errors",
     "moetrt_moe_finalize",
     "moetrt_register_creators",
 )
@@ -77,6 +80,15 @@ class PluginLibrary:
     def clear_last_error(self) -> None:
         """Forgets the last refusal on this thread."""
         self.functions.moetrt_clear_last_error()
+
+    @contextmanager
+    def errors_kept(self) -> Iterator[None]:
+        """While the block runs, refusals are not shown on standard error, only kept: the caller tells the user."""
+        before = self.functions.moetrt_show_errors(0)
+        try:
+            yield
+        finally:
+            self.functions.moetrt_show_errors(before)
 
     def register_creators(self) -> int:
         """Registers the plugins with every TensorRT that this process has loaded by now; returns how many have them.

@@ -39,6 +39,10 @@ MOETRT_EXPORT void moetrt_clear_last_error(void) {
     moetrt::clearRefusal();
 }
 
+MOETRT_EXPORT int32_t moetrt_show_errors(int32_t show) {
+    return moetrt::showRefusals(show != 0) ? 1 : 0;
+}
+
 MOETRT_EXPORT int32_t moetrt_register_creators(void) {
     return moetrt::registerInLoadedLibraries();
 }

@@ -11,6 +11,7 @@ namespace {
 
 thread_local std::string lastLine;
 std::atomic<nvinfer1::ILoggerFinder*> loggerFinder{nullptr};
+std::atomic<bool> shows{true};
 
 nvinfer1::ILogger* findLogger() {
     // Asked at each refusal: the finder answers null until the first builder or runtime exists.
@@ -22,6 +23,9 @@ nvinfer1::ILogger* findLogger() {
 
 void refuse(const std::string& line) {
     lastLine = line;
+    if (!shows.load()) {
+        return;
+    }
     const std::string shown = "[moetrt] " + line;
     if (nvinfer1::ILogger* const logger = findLogger()) {
         logger->log(nvinfer1::ILogger::Severity::kERROR, shown.c_str());
@@ -29,6 +33,10 @@ void refuse(const std::string& line) {
     }
     std::fprintf(stderr, "%s\n", shown.c_str());
     std::fflush(stderr);
+}
+
+bool showRefusals(bool show) {
+    return shows.exchange(show);
 }
 
 const char* lastRefusal() {

@@ -12,6 +12,9 @@ namespace moetrt {
 /// one can be reached, on stderr otherwise.
 void refuse(const std::string& line);
 
+/// Whether refuse() shows the line too; returns what held before.
+bool showRefusals(bool show);
+
 /// The last refusal of this thread, "" when there was none. Valid until this thread's next refusal.
 const char* lastRefusal();
 

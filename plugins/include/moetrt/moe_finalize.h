@@ -70,6 +70,12 @@ const char* moetrt_last_error(void);
 void moetrt_clear_last_error(void);
 
 /*
+ * Whether refusals are also shown, with the prefix "[moetrt] ", as they happen; they are until this says otherwise. For
+ * callers that show moetrt_last_error() themselves. Holds for the whole process; returns what held before.
+ */
+int32_t moetrt_show_errors(int32_t show);
+
+/*
  * Runs the tail on `stream` (a cudaStream_t; null is the default stream). Allocates nothing and does not synchronise.
  * Returns 0, or non-zero with the reason in moetrt_last_error(): a parameter that is not taken, or the launch's CUDA
  * error.
