@@ -207,7 +207,8 @@ __global__ void __launch_bounds__(kMaxThreads) moeFinalizeKernel(const moetrt_mo
     const int packStep = static_cast<int>(blockDim.x) * N;
     const int threadColumn = static_cast<int>(threadIdx.x) * N;
     const int tile = packStep * kPacks;
-    const int64_t lastTile = (p.hidden_size - 1) / tile * tile;
+    // Nearly always one tile: the branch spares every CTA a 64-bit division before its first load.
+    const int64_t lastTile = p.hidden_size <= tile ? 0 : (p.hidden_size - 1) / tile * tile;
     const float scaleOfShared = sharedScale<A>(p, token);
 
     Pack<float, N> hidden[kPacks];

@@ -168,8 +168,8 @@ std::string checkOperandsGiven(const moetrt_moe_finalize_params& p) {
     return "";
 }
 
-/// Alignment to one element, and outputs that lie apart from everything else (the kernel reads each operand
-/// through the read-only path, in an order that is its own).
+/// Alignment to one element, and outputs that lie apart from everything else: CTAs run in any order, so that one
+/// token's outputs may be there before another token's inputs are read.
 std::string checkArrays(const moetrt_moe_finalize_params& p) {
     const int64_t size = sizeOf(p.dtype);
     const int64_t hiddenBytes = p.num_tokens * p.hidden_size * size;
