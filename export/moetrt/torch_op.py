@@ -1,14 +1,15 @@
 """The operators as torch.library ops, made from the table.
 
 ``torch.ops.moetrt.moe_finalize_add_rms_norm`` and ``torch.ops.moetrt.moe_finalize_add`` exist so that torch.export
-keeps a tail as one node. Their implementation is the reference, on every device; they are for inference and carry no
-gradient.
+keeps a tail as one node. On CUDA tensors they run the plugin library's kernel, elsewhere the reference; they are for
+inference and carry no gradient.
 """
 
 from collections.abc import Callable
 
 import torch
 
+from moetrt.cuda_op import run_on_cuda
 from moetrt.reference import REFERENCE_DTYPES, operand, reference
 from moetrt.spec import DOMAIN, OPERATORS, AttributeSpec, OperatorSpec, check_operands
 
@@ -30,9 +31,9 @@ def _argument(entry: AttributeSpec) -> str:
     return f"float {entry.name}={entry.default}"
 
 
-def _implementation(spec: OperatorSpec) -> Callable[..., object]:
+def _implementation(spec: OperatorSpec, compute: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., object]:
     def run(*inputs: torch.Tensor | None, **attributes: object) -> object:
-        outputs = reference(spec, _by_name(spec, inputs), attributes)
+        outputs = compute(spec, _by_name(spec, inputs), attributes)
         return outputs if len(outputs) > 1 else outputs[0]
 
     return run
@@ -59,5 +60,6 @@ def _by_name(spec: OperatorSpec, inputs: tuple[torch.Tensor | None, ...]) -> dic
 for _spec in OPERATORS.values():
     _name = f"{DOMAIN}::{_spec.torch_name}"
     torch.library.define(_name, schema(_spec))
-    torch.library.impl(_name, "CompositeExplicitAutograd")(_implementation(_spec))
+    torch.library.impl(_name, "CompositeExplicitAutograd")(_implementation(_spec, reference))
+    torch.library.impl(_name, "CUDA")(_implementation(_spec, run_on_cuda))
     torch.library.register_fake(_name)(_fake(_spec))
