@@ -28,7 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.models import MODELS, ModelSize
+from benchmarks.eager import eager_routed, eager_tail
+from benchmarks.models import MODELS, ModelSize, attributes_of, random_inputs
 from moetrt.console import Output
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM
 from tests.operator_cases import Case, gold
@@ -77,7 +78,7 @@ class Row:
 def measure(model: ModelSize, *, tokens: int = 64, seed: int = 0) -> list[Row]:
     """The errors for one model size, on normal random rows and weights that sum to 1."""
     ours = load(build_library())
-    whole = _case(model, tokens, seed)
+    whole = Case(FINALIZE_ADD_RMS_NORM, random_inputs(model, tokens, seed), attributes_of(model))
     parts = {name: whole.tensors[name] for name in ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")}
     routed = Case(FINALIZE_ADD, parts, {"routed_scaling_factor": model.routed_scaling_factor})
     rows = []
@@ -95,52 +96,11 @@ def measure(model: ModelSize, *, tokens: int = 64, seed: int = 0) -> list[Row]:
     return rows
 
 
-def _case(model: ModelSize, tokens: int, seed: int) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    routes = tokens * model.top_k
-    weights = torch.softmax(normal(tokens, model.top_k), -1)
-    tensors = {
-        "gemm2_permuted": normal(routes, model.hidden).to(BF16),
-        "expert_weights": weights if model.float32_weights else weights.to(BF16),
-        "expanded_idx_to_permuted_idx": torch.randperm(routes, generator=generator).view(tokens, -1).int(),
-        "residual": normal(tokens, model.hidden).to(BF16),
-        "gamma": (1 + 0.1 * normal(model.hidden)).to(BF16),
-    }
-    if model.shared:
-        tensors["shared_output"] = normal(tokens, model.hidden).to(BF16)
-    if model.gate:
-        tensors["shared_gate"] = normal(tokens, 1).to(BF16)
-    # These models round the normalised value before gamma, as the kernel is asked to.
-    attributes = {"routed_scaling_factor": model.routed_scaling_factor, "weight_before_cast": 0}
-    return Case(FINALIZE_ADD_RMS_NORM, tensors, attributes)
-
-
 def _eager(case: Case, *, running: bool) -> tuple[torch.Tensor, ...]:
-    """The tail as PyTorch models write it in bf16; ``running``: the sum over k in a bf16 accumulator."""
-    tensors = case.tensors
-    routes = tensors["gemm2_permuted"][tensors["expanded_idx_to_permuted_idx"].long()]
-    routes = routes * tensors["expert_weights"].to(BF16).unsqueeze(-1)
-    if running:
-        hidden = routes[:, 0]
-        for k in range(1, routes.shape[1]):
-            hidden = hidden + routes[:, k]
-    else:
-        hidden = routes.sum(1)
-    if case.attributes["routed_scaling_factor"] != 1:
-        hidden = hidden * case.attributes["routed_scaling_factor"]
-    if "shared_output" in tensors:
-        shared = tensors["shared_output"]
-        hidden = hidden + (torch.sigmoid(tensors["shared_gate"]) * shared if "shared_gate" in tensors else shared)
+    factor = case.attributes["routed_scaling_factor"]
     if case.spec is FINALIZE_ADD:
-        return (hidden,)
-    hidden = tensors["residual"] + hidden
-    wide = hidden.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return tensors["gamma"] * normed.to(BF16), hidden
+        return (eager_routed(case.tensors, factor, running=running),)
+    return eager_tail(case.tensors, factor, running=running)
 
 
 def _relative(difference: np.ndarray, wanted: np.ndarray) -> float:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from moetrt.errors import InputError
 
 
@@ -38,6 +40,39 @@ MODELS = {
         ModelSize("qwen3-next", 2048, 10, shared=True, gate=True),
     )
 }
+
+
+def random_inputs(model: ModelSize, tokens: int, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """The operator's inputs for one model size in bf16: normal numbers, weights that sum to 1, all routes on this rank.
+
+    They come from the generator of ``device``: the same seed gives other numbers on another device.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    routes = tokens * model.top_k
+    weights = torch.softmax(normal(tokens, model.top_k).float(), -1)
+    tensors = {
+        "gemm2_permuted": normal(routes, model.hidden),
+        "expert_weights": weights if model.float32_weights else weights.bfloat16(),
+        "expanded_idx_to_permuted_idx": torch.randperm(routes, generator=generator, device=device)
+        .view(tokens, model.top_k)
+        .int(),
+        "residual": normal(tokens, model.hidden),
+        "gamma": 1 + 0.1 * normal(model.hidden),
+    }
+    if model.shared:
+        tensors["shared_output"] = normal(tokens, model.hidden)
+    if model.gate:
+        tensors["shared_gate"] = normal(tokens, 1)
+    return tensors
+
+
+def attributes_of(model: ModelSize) -> dict[str, float | int]:
+    """The operator's attributes; these models round the normalised value before gamma."""
+    return {"routed_scaling_factor": model.routed_scaling_factor, "weight_before_cast": 0}
 
 
 def model_named(name: str) -> ModelSize:

@@ -68,30 +68,52 @@ def launch(
     # Kept by name until the launch: a copy must outlive the call that reads it.
     dense = {name: tensor.contiguous() for name, tensor in given.items() if name != "gemm2_permuted"}
     rows = dense["gemm2_permuted"] = _with_dense_rows(given["gemm2_permuted"])
-    tokens, top_k = dense["expert_weights"].shape
     like = next((dense[name] for name in ("residual", "shared_output") if name in dense), None)
-    hidden = dense.get("gamma", rows if like is None else like).shape[-1]
-    outputs = {name: rows.new_empty((tokens, hidden) if like is None else like.shape) for name in spec.outputs}
+    shape = (len(dense["expert_weights"]), _hidden_size(dense)) if like is None else like.shape
+    outputs = {name: rows.new_empty(shape) for name in spec.outputs}
+    with library.errors_kept():
+        library.moe_finalize(kernel_params(spec, dense, complete, outputs), stream)
+    return tuple(outputs.values())
+
+
+def kernel_params(
+    spec: OperatorSpec,
+    tensors: Mapping[str, torch.Tensor],
+    attributes: Mapping[str, float | int],
+    outputs: Mapping[str, torch.Tensor],
+) -> MoEFinalizeParams:
+    """What the library's C interface is given; it points into the tensors and keeps none of them alive.
+
+    Args:
+        spec: the operator.
+        tensors: its inputs by name, absent ones left out, checked; dense, but for the stride of ``gemm2_permuted``.
+        attributes: all of them, as `OperatorSpec.complete` returns them.
+        outputs: its outputs by name, dense.
+    """
+    rows, weights = tensors["gemm2_permuted"], tensors["expert_weights"]
     params = MoEFinalizeParams(
-        num_tokens=tokens,
-        top_k=top_k,
+        num_tokens=weights.shape[0],
+        top_k=weights.shape[1],
         num_rows=rows.shape[0],
         # Nobody asks where the next row begins when there is only one.
         row_stride=max(rows.stride(0), rows.shape[1]),
-        hidden_size=hidden,
+        hidden_size=_hidden_size(tensors),
         dtype=KERNEL_DTYPES[rows.dtype],
-        weights_dtype=KERNEL_DTYPES[dense["expert_weights"].dtype],
-        gate_dtype=KERNEL_DTYPES[dense.get("shared_gate", rows).dtype],
-        gamma_dtype=KERNEL_DTYPES[dense.get("gamma", rows).dtype],
-        **{"residual_scale": 1.0, "weight_before_cast": 1} | complete,
+        weights_dtype=KERNEL_DTYPES[weights.dtype],
+        gate_dtype=KERNEL_DTYPES[tensors.get("shared_gate", rows).dtype],
+        gamma_dtype=KERNEL_DTYPES[tensors.get("gamma", rows).dtype],
+        **{"residual_scale": 1.0, "weight_before_cast": 1, **attributes},
     )
-    for name, tensor in dense.items():
+    for name, tensor in tensors.items():
         setattr(params, name, tensor.data_ptr())
     params.norm_out = outputs["norm_out"].data_ptr() if "norm_out" in outputs else None
     params.residual_out = outputs[spec.outputs[-1]].data_ptr()
-    with library.errors_kept():
-        library.moe_finalize(params, stream)
-    return tuple(outputs.values())
+    return params
+
+
+def _hidden_size(tensors: Mapping[str, torch.Tensor]) -> int:
+    names = ("gamma", "residual", "shared_output", "gemm2_permuted")
+    return next(tensors[name].shape[-1] for name in names if name in tensors)
 
 
 def _with_dense_rows(rows: torch.Tensor) -> torch.Tensor:
