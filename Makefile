@@ -18,7 +18,7 @@ CXX_SOURCES := $(shell find plugins tests -type f \( -name '*.h' -o -name '*.hpp
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo test lint unit format clean accuracy budget traffic
+.PHONY: help install demo test lint unit format clean accuracy budget traffic gpu-check
 
 help:
 	@echo "make demo     install into .venv, build the plugin library, take a DeepSeek-V3-architecture model to an engine"
@@ -26,6 +26,7 @@ help:
 	@echo "make accuracy the kernel's error against float64, beside eager PyTorch's and a bf16 sum's"
 	@echo "make budget   what each kernel takes of a multiprocessor, read from its machine code"
 	@echo "make traffic  the bytes a tail must move; ARGS='--model gpt-oss --tokens 64 --bandwidth 4.8'"
+	@echo "make gpu-check on an NVIDIA GPU: the tests that need one, then times, into benchmarks/results"
 	@echo "make install  only install into .venv and build the plugin library"
 	@echo "make lint     ruff, mypy and clang-format, changing nothing"
 	@echo "make unit     the tests alone; ARGS='-k name' chooses"
@@ -74,6 +75,9 @@ budget: install
 
 traffic: install
 	@$(BIN)/python -m benchmarks.traffic $(ARGS)
+
+gpu-check: install
+	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 format: $(VENV)/.packages
 	$(BIN)/ruff check --fix .

@@ -18,8 +18,11 @@ from moetrt.files import existing_file, write_atomically
 LIBRARY_NAME = "libmoetrt_plugins.so"
 LIBRARY_VARIABLE = "MOETRT_PLUGIN_LIBRARY"
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """MOETRT_ABI_VERSION of plugins/include/moetrt/moe_finalize.h."""
+
+DEFAULT_TACTIC = 0
+"""MOETRT_TACTIC_DEFAULT: the library chooses."""
 
 C_FUNCTIONS = (
     "moetrt_abi_version",
@@ -28,6 +31,10 @@ C_FUNCTIONS = (
     "moetrt_clear_last_error",
     "moetrt_show_errors",
     "moetrt_moe_finalize",
+    "moetrt_moe_finalize_with_tactic",
+    "moetrt_moe_finalize_tactics",
+    "moetrt_tactic_name",
+    "moetrt_current_device",
     "moetrt_register_creators",
 )
 TENSORRT_FUNCTIONS = ("setLoggerFinder", "getCreators", "getPluginCreators")
@@ -57,8 +64,17 @@ class MoEFinalizeParams(ctypes.Structure):
             (name, ctypes.c_float)
             for name in ("eps", "residual_scale", "combine_scale", "routed_scaling_factor", "weight_bias")
         ),
-        *((name, ctypes.c_int32) for name in ("weight_before_cast", "apply_expert_weights")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("weight_before_cast", "apply_expert_weights", "programmatic_dependent_launch")
+        ),
     )
+
+
+class Device(ctypes.Structure):
+    """``moetrt_device``: what of a GPU decides which tactics it runs."""
+
+    _fields_ = (("compute_capability", ctypes.c_int32), ("multiprocessors", ctypes.c_int32))
 
 
 @dataclass(frozen=True)
@@ -101,14 +117,31 @@ class PluginLibrary:
             raise InputError(self.last_error())
         return count
 
-    def moe_finalize(self, params: MoEFinalizeParams, stream: int = 0) -> None:
+    def moe_finalize(self, params: MoEFinalizeParams, stream: int = 0, *, tactic: int = DEFAULT_TACTIC) -> None:
         """Starts the kernel on a CUDA stream (its handle; 0 is the default stream) and returns at once.
 
         Raises:
-            InputError: a parameter is not taken, or CUDA could not start the kernel.
+            InputError: a parameter or the tactic is not taken, or CUDA could not start the kernel.
         """
-        if self.functions.moetrt_moe_finalize(ctypes.byref(params), stream) != 0:
+        if self.functions.moetrt_moe_finalize_with_tactic(ctypes.byref(params), tactic, stream) != 0:
             raise InputError(self.last_error())
+
+    def current_device(self) -> Device:
+        """The current CUDA device.
+
+        Raises:
+            InputError: there is none.
+        """
+        device = Device()
+        if self.functions.moetrt_current_device(ctypes.byref(device)) != 0:
+            raise InputError(self.last_error())
+        return device
+
+    def tactics(self, params: MoEFinalizeParams, device: Device) -> dict[int, str]:
+        """The kernel's tactics worth timing, with their names; the default one comes first. Needs no GPU."""
+        ids = (ctypes.c_int32 * 64)()
+        count = self.functions.moetrt_moe_finalize_tactics(ctypes.byref(params), ctypes.byref(device), ids, len(ids))
+        return {tactic: self.functions.moetrt_tactic_name(tactic).decode() for tactic in ids[:count]}
 
 
 def find_plugin_library() -> Path:
@@ -154,7 +187,10 @@ def load_plugin_library(path: str | os.PathLike[str] | None = None) -> PluginLib
     functions.moetrt_version.restype = ctypes.c_char_p
     functions.moetrt_last_error.restype = ctypes.c_char_p
     functions.moetrt_clear_last_error.restype = None
-    functions.moetrt_moe_finalize.argtypes = (ctypes.POINTER(MoEFinalizeParams), ctypes.c_void_p)
+    functions.moetrt_tactic_name.restype = ctypes.c_char_p
+    params = ctypes.POINTER(MoEFinalizeParams)
+    functions.moetrt_moe_finalize.argtypes = (params, ctypes.c_void_p)
+    functions.moetrt_moe_finalize_with_tactic.argtypes = (params, ctypes.c_int32, ctypes.c_void_p)
     return PluginLibrary(found, functions)
 
 

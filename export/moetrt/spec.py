@@ -164,6 +164,15 @@ _ROUTED_ATTRIBUTES = (
     ),
 )
 
+_LAUNCH_ATTRIBUTES = (
+    AttributeSpec(
+        "programmatic_dependent_launch",
+        "FLAG",
+        1,
+        "1: on SM90 and later the kernel may start while the one before it ends; the numbers are the same",
+    ),
+)
+
 FINALIZE_ADD_RMS_NORM = OperatorSpec(
     name="MoEFinalizeAddRMSNorm",
     torch_name="moe_finalize_add_rms_norm",
@@ -184,6 +193,7 @@ FINALIZE_ADD_RMS_NORM = OperatorSpec(
             1,
             "1: gamma is multiplied in float32 and rounded once; 0: the normalised value is rounded first",
         ),
+        *_LAUNCH_ATTRIBUTES,
     ),
     doc="Finalize, scale, shared-expert add, residual add and RMSNorm of a Mixture-of-Experts layer.",
 )
@@ -193,7 +203,7 @@ FINALIZE_ADD = OperatorSpec(
     torch_name="moe_finalize_add",
     inputs=_ROUTED_INPUTS,
     outputs=("hidden",),
-    attributes=_ROUTED_ATTRIBUTES,
+    attributes=_ROUTED_ATTRIBUTES + _LAUNCH_ATTRIBUTES,
     doc="Finalize, scale and shared-expert add of a Mixture-of-Experts layer.",
 )
 

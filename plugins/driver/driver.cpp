@@ -266,6 +266,21 @@ DRIVER_EXPORT int32_t driver_configure(void* plugin, const int32_t* ranks, const
     return buildSide(plugin).configurePlugin(inputs.data(), count, outputs.data(), driver_outputs(plugin));
 }
 
+/// Fills `tactics` with up to `capacity` tactics of the last configuration; returns their number.
+DRIVER_EXPORT int32_t driver_tactics(void* plugin, int32_t* tactics, int32_t capacity) {
+    const int32_t count = buildSide(plugin).getNbTactics();
+    const int32_t asked = count < capacity ? count : capacity;
+    return buildSide(plugin).getValidTactics(tactics, asked) == 0 ? count : -1;
+}
+
+DRIVER_EXPORT const char* driver_timing_cache_id(void* plugin) {
+    return buildSide(plugin).getTimingCacheID();
+}
+
+DRIVER_EXPORT int32_t driver_set_tactic(void* plugin, int32_t tactic) {
+    return runtimeSide(plugin).setTactic(tactic);
+}
+
 DRIVER_EXPORT int32_t driver_on_shape_change(void* plugin, const int32_t* ranks, const int64_t* rows,
                                              const int32_t* types, int32_t count) {
     std::vector<PluginTensorDesc> inputs;

@@ -11,7 +11,7 @@
 namespace moetrt {
 namespace {
 
-constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();  // one CTA each: gridDim.x ends here
+constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxTopK = std::numeric_limits<int32_t>::max();
 
 std::string refusal(const std::string& name, const std::string& was, const std::string& taken) {
@@ -109,9 +109,10 @@ std::string checkAttributes(const moetrt_moe_finalize_params& p) {
         const char* name;
         int32_t value;
     };
-    const std::array<Flag, 2> flags = {{
+    const std::array<Flag, 3> flags = {{
         {"weight_before_cast", p.weight_before_cast},
         {"apply_expert_weights", p.apply_expert_weights},
+        {"programmatic_dependent_launch", p.programmatic_dependent_launch},
     }};
     for (const Flag& flag : flags) {
         if (flag.value != 0 && flag.value != 1) {

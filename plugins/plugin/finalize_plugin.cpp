@@ -1,6 +1,7 @@
 // What TensorRT asks of the plugin, answered from the operators' table.
 #include "finalize_plugin.h"
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -54,10 +55,44 @@ Shape boundedShape(const DynamicPluginTensorDesc& tensor) {
     return shape;
 }
 
+bool isExact(const std::vector<PluginTensorDesc>& tensors) {
+    for (const PluginTensorDesc& tensor : tensors) {
+        for (int32_t i = 0; i < tensor.dims.nbDims; ++i) {
+            if (tensor.dims.d[i] < 0) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/// The dimensions in the middle of a range that a profile has: what TensorRT times at.
+PluginTensorDesc timedDesc(const DynamicPluginTensorDesc& tensor) {
+    PluginTensorDesc desc = tensor.desc;
+    desc.dims = tensor.opt;
+    return desc;
+}
+
+/// TensorRT adds shapes, formats and the device; what else decides the kernel's time is this library and the
+/// attributes.
+std::string timingCacheId(const OperatorSpec& spec, const Attributes& attributes) {
+    std::string id = std::string("moetrt ") + MOETRT_VERSION + " kernel " + std::to_string(kKernelVersion) + " ";
+    for (const AttributeSpec& attribute : spec.attributes) {
+        if (attribute.flag != nullptr) {
+            id += attributes.*attribute.flag != 0 ? '1' : '0';
+        }
+    }
+    return id;
+}
+
 }  // namespace
 
 FinalizePlugin::FinalizePlugin(const OperatorSpec& spec, const Attributes& attributes, std::string name)
-    : spec_(spec), attributes_(attributes), name_(std::move(name)), inputs_(spec, attributes) {
+    : spec_(spec),
+      attributes_(attributes),
+      name_(std::move(name)),
+      inputs_(spec, attributes),
+      timingCacheId_(timingCacheId(spec, attributes)) {
     for (const AttributeSpec& attribute : spec_.attributes) {
         if (attribute.flag != nullptr) {
             fields_.emplace_back(attribute.name, &(attributes_.*attribute.flag), nvinfer1::PluginFieldType::kINT32, 1);
@@ -79,12 +114,30 @@ nvinfer1::IPluginCapability* FinalizePlugin::getCapabilityInterface(nvinfer1::Pl
 }
 
 nvinfer1::IPluginV3* FinalizePlugin::clone() noexcept {
-    // Nothing but the attributes and the name is state: shapes come with every call.
-    return new (std::nothrow) FinalizePlugin(spec_, attributes_, name_);
+    auto* const copy = new (std::nothrow) FinalizePlugin(spec_, attributes_, name_);
+    if (copy != nullptr) {
+        copy->device_ = device_;
+        copy->tactic_ = tactic_;
+        copy->validTactics_ = validTactics_;
+    }
+    return copy;
 }
 
 nvinfer1::IPluginV3* FinalizePlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept {
-    return clone();
+    auto* const attached = static_cast<FinalizePlugin*>(clone());
+    if (attached != nullptr) {
+        // The context's device may be another than the one that the engine was built on.
+        attached->device_ = nullptr;
+        attached->findDevice();
+    }
+    return attached;
+}
+
+void FinalizePlugin::findDevice() {
+    // Where there is none, enqueue says so.
+    if (device_ == nullptr && currentDevice(device_) != cudaSuccess) {
+        device_ = nullptr;
+    }
 }
 
 const nvinfer1::PluginFieldCollection* FinalizePlugin::getFieldsToSerialize() noexcept {
@@ -157,7 +210,35 @@ int32_t FinalizePlugin::configurePlugin(const DynamicPluginTensorDesc* in, int32
     for (int32_t i = 0; i < nbInputs; ++i) {
         shapes.push_back(boundedShape(in[i]));
     }
-    return accept(checkShapes(inputs_, shapes)) ? kTaken : kRefused;
+    if (!accept(checkShapes(inputs_, shapes))) {
+        return kRefused;
+    }
+    validTactics_.clear();
+    findDevice();
+    std::vector<PluginTensorDesc> timed;
+    for (int32_t i = 0; i < nbInputs; ++i) {
+        timed.push_back(timedDesc(in[i]));
+    }
+    if (device_ != nullptr && isExact(timed)) {
+        for (const Tactic* tactic : usefulTactics(parametersOf(timed.data()), device_->properties)) {
+            validTactics_.push_back(tactic->id);
+        }
+    }
+    return kTaken;
+}
+
+int32_t FinalizePlugin::getNbTactics() noexcept {
+    return static_cast<int32_t>(validTactics_.size());
+}
+
+int32_t FinalizePlugin::getValidTactics(int32_t* tactics, int32_t nbTactics) noexcept {
+    std::copy_n(validTactics_.begin(), std::min<size_t>(validTactics_.size(), static_cast<size_t>(nbTactics)), tactics);
+    return kTaken;
+}
+
+int32_t FinalizePlugin::setTactic(int32_t tactic) noexcept {
+    tactic_ = tactic;
+    return kTaken;
 }
 
 int32_t FinalizePlugin::onShapeChange(const PluginTensorDesc* in, int32_t nbInputs, const PluginTensorDesc*,
@@ -169,19 +250,16 @@ int32_t FinalizePlugin::onShapeChange(const PluginTensorDesc* in, int32_t nbInpu
     for (int32_t i = 0; i < nbInputs; ++i) {
         shapes.push_back(exactShape(in[i].dims));
     }
+    findDevice();
     return accept(checkShapes(inputs_, shapes)) ? kTaken : kRefused;
 }
 
-int32_t FinalizePlugin::enqueue(const PluginTensorDesc* inputDesc, const PluginTensorDesc*, const void* const* inputs,
-                                void* const* outputs, void*, cudaStream_t stream) noexcept {
-    const auto pointer = [&](Input input) -> const void* {
-        return inputs_.has(input) ? inputs[inputs_.position(input)] : nullptr;
-    };
+moetrt_moe_finalize_params FinalizePlugin::parametersOf(const PluginTensorDesc* tensors) const {
     const auto dtype = [&](Input input) {
-        return inputs_.has(input) ? toMoetrt(inputDesc[inputs_.position(input)].type) : MOETRT_FLOAT;
+        return inputs_.has(input) ? toMoetrt(tensors[inputs_.position(input)].type) : MOETRT_FLOAT;
     };
-    const nvinfer1::Dims& rows = inputDesc[inputs_.position(Input::kGemm2Permuted)].dims;
-    const nvinfer1::Dims& weights = inputDesc[inputs_.position(Input::kExpertWeights)].dims;
+    const nvinfer1::Dims& rows = tensors[inputs_.position(Input::kGemm2Permuted)].dims;
+    const nvinfer1::Dims& weights = tensors[inputs_.position(Input::kExpertWeights)].dims;
     moetrt_moe_finalize_params params{};
     params.num_tokens = weights.d[0];
     params.top_k = weights.d[1];
@@ -190,19 +268,10 @@ int32_t FinalizePlugin::enqueue(const PluginTensorDesc* inputDesc, const PluginT
     params.hidden_size = rows.d[1];
     for (const Input input : {Input::kSharedOutput, Input::kResidual, Input::kGamma}) {
         if (inputs_.has(input)) {
-            const nvinfer1::Dims& dims = inputDesc[inputs_.position(input)].dims;
+            const nvinfer1::Dims& dims = tensors[inputs_.position(input)].dims;
             params.hidden_size = dims.d[dims.nbDims - 1];
         }
     }
-    params.gemm2_permuted = pointer(Input::kGemm2Permuted);
-    params.expert_weights = pointer(Input::kExpertWeights);
-    params.expanded_idx_to_permuted_idx = static_cast<const int32_t*>(pointer(Input::kMap));
-    params.shared_output = pointer(Input::kSharedOutput);
-    params.shared_gate = pointer(Input::kSharedGate);
-    params.residual = pointer(Input::kResidual);
-    params.gamma = pointer(Input::kGamma);
-    params.norm_out = spec_.hasNorm ? outputs[0] : nullptr;
-    params.residual_out = outputs[spec_.outputs.size() - 1];
     params.dtype = dtype(Input::kGemm2Permuted);
     params.weights_dtype = dtype(Input::kExpertWeights);
     params.gate_dtype = dtype(Input::kSharedGate);
@@ -214,7 +283,26 @@ int32_t FinalizePlugin::enqueue(const PluginTensorDesc* inputDesc, const PluginT
     params.weight_bias = attributes_.weightBias;
     params.weight_before_cast = attributes_.weightBeforeCast;
     params.apply_expert_weights = attributes_.applyExpertWeights;
-    return accept(runMoEFinalize(params, stream)) ? kTaken : kRefused;
+    params.programmatic_dependent_launch = attributes_.programmaticDependentLaunch;
+    return params;
+}
+
+int32_t FinalizePlugin::enqueue(const PluginTensorDesc* inputDesc, const PluginTensorDesc*, const void* const* inputs,
+                                void* const* outputs, void*, cudaStream_t stream) noexcept {
+    const auto pointer = [&](Input input) -> const void* {
+        return inputs_.has(input) ? inputs[inputs_.position(input)] : nullptr;
+    };
+    moetrt_moe_finalize_params params = parametersOf(inputDesc);
+    params.gemm2_permuted = pointer(Input::kGemm2Permuted);
+    params.expert_weights = pointer(Input::kExpertWeights);
+    params.expanded_idx_to_permuted_idx = static_cast<const int32_t*>(pointer(Input::kMap));
+    params.shared_output = pointer(Input::kSharedOutput);
+    params.shared_gate = pointer(Input::kSharedGate);
+    params.residual = pointer(Input::kResidual);
+    params.gamma = pointer(Input::kGamma);
+    params.norm_out = spec_.hasNorm ? outputs[0] : nullptr;
+    params.residual_out = outputs[spec_.outputs.size() - 1];
+    return accept(runMoEFinalize(params, device_, tactic_, TacticUse::kPreferred, stream)) ? kTaken : kRefused;
 }
 
 bool FinalizePlugin::accept(const std::string& line) const {

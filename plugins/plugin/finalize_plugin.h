@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "kernel/moe_finalize_launch.h"
+#include "moetrt/moe_finalize.h"
 #include "operand_check.h"
 #include "operator_table.h"
 
@@ -37,7 +39,14 @@ public:
                                    int32_t nbOutputs) noexcept override;
     int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc* in, int32_t nbInputs,
                             const nvinfer1::DynamicPluginTensorDesc* out, int32_t nbOutputs) noexcept override;
+    /// The kernel's tactics for the shapes that configurePlugin was given; none where no GPU is here to time them,
+    /// which leaves the choice to each enqueue.
+    int32_t getNbTactics() noexcept override;
+    int32_t getValidTactics(int32_t* tactics, int32_t nbTactics) noexcept override;
+    const char* getTimingCacheID() noexcept override { return timingCacheId_.c_str(); }
 
+    /// Remembers the tactic. Where it does not run what enqueue is given, the default one does.
+    int32_t setTactic(int32_t tactic) noexcept override;
     int32_t onShapeChange(const nvinfer1::PluginTensorDesc* in, int32_t nbInputs, const nvinfer1::PluginTensorDesc* out,
                           int32_t nbOutputs) noexcept override;
     int32_t enqueue(const nvinfer1::PluginTensorDesc* inputDesc, const nvinfer1::PluginTensorDesc* outputDesc,
@@ -52,6 +61,10 @@ private:
     /// The dimensions of the outputs: those of residual, else of shared_output, else [T, H].
     template <typename Dims>
     Dims outputDims(const Dims* inputs) const;
+    /// The kernel's parameters for tensors of these shapes; pointers are null.
+    moetrt_moe_finalize_params parametersOf(const nvinfer1::PluginTensorDesc* inputs) const;
+    /// Asks for the current device unless it is known, or there is none.
+    void findDevice();
 
     const OperatorSpec& spec_;
     const Attributes attributes_;
@@ -59,6 +72,10 @@ private:
     const InputList inputs_;
     std::vector<nvinfer1::PluginField> fields_;
     nvinfer1::PluginFieldCollection serialized_;
+    const std::string timingCacheId_;
+    const Device* device_ = nullptr;  // of the process, which keeps it
+    int32_t tactic_ = MOETRT_TACTIC_DEFAULT;
+    std::vector<int32_t> validTactics_;
 };
 
 }  // namespace moetrt

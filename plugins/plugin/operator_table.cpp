@@ -29,6 +29,8 @@ constexpr AttributeSpec kHasSharedGate = flag("has_shared_gate", &Attributes::ha
 constexpr AttributeSpec kCombineScale = number("combine_scale", &Attributes::combineScale);
 constexpr AttributeSpec kRoutedScalingFactor = number("routed_scaling_factor", &Attributes::routedScalingFactor);
 constexpr AttributeSpec kApplyExpertWeights = flag("apply_expert_weights", &Attributes::applyExpertWeights);
+constexpr AttributeSpec kProgrammaticDependentLaunch =
+    flag("programmatic_dependent_launch", &Attributes::programmaticDependentLaunch);
 
 constexpr std::array kNormInputs{kGemm2Permuted, kExpertWeights, kMap, kSharedOutput, kSharedGate, kResidual, kGamma};
 constexpr std::array kAddInputs{kGemm2Permuted, kExpertWeights, kMap, kSharedOutput, kSharedGate};
@@ -45,9 +47,15 @@ constexpr std::array kNormAttributes{
     kApplyExpertWeights,
     AttributeSpec{"weight_bias", nullptr, &Attributes::weightBias, false, true},
     flag("weight_before_cast", &Attributes::weightBeforeCast),
+    kProgrammaticDependentLaunch,
 };
-constexpr std::array kAddAttributes{kHasMap,       kHasSharedOutput,     kHasSharedGate,
-                                    kCombineScale, kRoutedScalingFactor, kApplyExpertWeights};
+constexpr std::array kAddAttributes{kHasMap,
+                                    kHasSharedOutput,
+                                    kHasSharedGate,
+                                    kCombineScale,
+                                    kRoutedScalingFactor,
+                                    kApplyExpertWeights,
+                                    kProgrammaticDependentLaunch};
 
 constexpr std::array<const char*, 2> kNormOutputs{"norm_out", "residual_out"};
 constexpr std::array<const char*, 1> kAddOutputs{"hidden"};

@@ -31,6 +31,7 @@ struct Attributes {
     int32_t applyExpertWeights = 1;
     float weightBias = 0.0F;
     int32_t weightBeforeCast = 1;
+    int32_t programmaticDependentLaunch = 1;
 };
 
 /// Which dtypes an input may have; "data" is the dtype of gemm2_permuted.

@@ -6,12 +6,18 @@
 
 #include <string>
 
+#include "kernel/moe_finalize_launch.h"
 #include "moetrt/moe_finalize.h"
 
 namespace moetrt {
 
+/// Whether a tactic that does not run some params is an error, or gives way to the default one.
+enum class TacticUse { kRequired, kPreferred };
+
 /// Starts the kernel on `stream`. Returns "" or why it was not started.
-std::string runMoEFinalize(const moetrt_moe_finalize_params& params, cudaStream_t stream);
+/// `device` is the current device, null where the caller does not know it; `tactic` may be MOETRT_TACTIC_DEFAULT.
+std::string runMoEFinalize(const moetrt_moe_finalize_params& params, const Device* device, int32_t tactic,
+                           TacticUse use, cudaStream_t stream);
 
 }  // namespace moetrt
 

@@ -1,5 +1,9 @@
-"""The test driver, built with the plugin library's own CMake project."""
+"""The test driver, built with the plugin library's own CMake project.
 
+MOETRT_DRIVER_BUILD names the folder of one that is built already, for a machine that has no compiler.
+"""
+
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def driver_build(plugin_library: Path) -> Path:
-    """The folder of libmoetrt_driver.so and libmoetrt_recording.so."""
+    """The folder of libmoetrt_driver.so, libmoetrt_recording.so and libmoetrt_hosted.so."""
+    if built := os.environ.get("MOETRT_DRIVER_BUILD"):
+        return Path(built)
     build = ROOT / "build" / "driver"
     configure = ["-S", str(ROOT / "plugins"), "-B", str(build), "-DMOETRT_DRIVER=ON"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}"]
@@ -26,7 +32,7 @@ def driver_build(plugin_library: Path) -> Path:
     assert cmake is not None
     for command in (
         configure,
-        ["--build", str(build), "--parallel", "2", "--target", "moetrt_driver", "moetrt_recording"],
+        ["--build", str(build), "--parallel", "2", "--target", "moetrt_driver", "moetrt_recording", "moetrt_hosted"],
     ):
         done = subprocess.run([cmake, *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -43,6 +49,12 @@ def driver(driver_build: Path, plugin_library: Path) -> Driver:
 def recording(driver_build: Path) -> Driver:
     """The driver with the same plugin around a kernel that only remembers what it was asked to run."""
     return Driver(driver_build / "libmoetrt_driver.so", driver_build / "libmoetrt_recording.so")
+
+
+@pytest.fixture(scope="session")
+def hosted(driver_build: Path) -> Driver:
+    """The driver with the same plugin around the kernel's host build: its "GPU" is the process's memory."""
+    return Driver(driver_build / "libmoetrt_driver.so", driver_build / "libmoetrt_hosted.so")
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ class Driver:
         self.functions = ctypes.CDLL(str(driver))
         for name in ("driver_open", "driver_create", "driver_clone", "driver_attach"):
             getattr(self.functions, name).restype = ctypes.c_void_p
-        for name in ("driver_log", "driver_identity"):
+        for name in ("driver_log", "driver_identity", "driver_timing_cache_id"):
             getattr(self.functions, name).restype = ctypes.c_char_p
         self.library = ctypes.c_void_p(self.functions.driver_open(str(library).encode()))
         assert self.library.value is not None
@@ -159,6 +159,20 @@ class Plugin:
             self.driver.functions.driver_configure(self.handle, ranks, rows, _rows(high)[1], _types(types), len(types))
             == 0
         )
+
+    def tactics(self) -> list[int]:
+        """The custom tactics for the shapes it was configured with last."""
+        tactics = (ctypes.c_int32 * 16)()
+        count = self.driver.functions.driver_tactics(self.handle, tactics, 16)
+        assert 0 <= count <= 16
+        return list(tactics[:count])
+
+    def set_tactic(self, tactic: int) -> None:
+        assert self.driver.functions.driver_set_tactic(self.handle, tactic) == 0
+
+    @property
+    def timing_cache_id(self) -> str:
+        return str(self.driver.functions.driver_timing_cache_id(self.handle).decode())
 
     def on_shape_change(self, shapes: Sequence[Shape], types: Sequence[str]) -> bool:
         return bool(

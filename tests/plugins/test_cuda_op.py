@@ -1,13 +1,12 @@
 """The torch.library op on CUDA: what it hands to the library, and what it does without one.
 
 There is no GPU here. The function behind the op is given CPU tensors, and instead of the plugin library the recording
-one, which keeps what it was given, or the kernel's host build, which computes.
+one, which keeps what it was given, or the one around the kernel's host build, which computes.
 """
 
 import ctypes
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,14 @@ from moetrt.library import LIBRARY_VARIABLE, MoEFinalizeParams, PluginLibrary, l
 from moetrt.reference import reference
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OPERATORS, OperatorSpec
 from tests.operator_cases import Case, make_case
-from tests.plugins.host.host_build import build_library
 from tests.plugins.host.host_kernel import faults
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-class HostLibrary(PluginLibrary):
-    """The kernel's host build, whose "device" is the process's memory."""
-
-    def errors_kept(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 @pytest.fixture(scope="session")
-def host() -> HostLibrary:
-    path = build_library()
-    functions = ctypes.CDLL(str(path))
-    functions.moetrt_last_error.restype = ctypes.c_char_p
-    functions.moetrt_moe_finalize.argtypes = (ctypes.POINTER(MoEFinalizeParams), ctypes.c_void_p)
-    return HostLibrary(path, functions)
+def host(driver_build: Path) -> PluginLibrary:
+    return load_plugin_library(driver_build / "libmoetrt_hosted.so")
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +43,8 @@ def forget_the_library() -> Iterator[None]:
 
 
 def recorded(library: PluginLibrary) -> tuple[MoEFinalizeParams, int | None]:
-    params, stream = MoEFinalizeParams(), ctypes.c_void_p()
-    library.functions.moetrt_recorded(ctypes.byref(params), ctypes.byref(stream))
+    params, stream, tactic = MoEFinalizeParams(), ctypes.c_void_p(), ctypes.c_int32()
+    library.functions.moetrt_recorded(ctypes.byref(params), ctypes.byref(stream), ctypes.byref(tactic))
     return params, stream.value
 
 
@@ -80,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_the_kernel_gets_the_operands_and_its_numbers_come_back(
-    host: HostLibrary, changes: dict[str, Any], dtype: torch.dtype
+    host: PluginLibrary, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
     case = make_case(**{"dtype": dtype, **changes})
     outputs = launch(case.spec, case.tensors, case.attributes, host, 0)
@@ -143,7 +130,7 @@ def test_rows_that_lie_apart_are_not_copied_and_all_else_becomes_dense(recording
         assert params.row_stride == columns.shape[1]
 
 
-def test_dense_copies_hold_the_numbers(host: HostLibrary) -> None:
+def test_dense_copies_hold_the_numbers(host: PluginLibrary) -> None:
     case = make_case(tokens=5, hidden=8, gate=True)
     expected = reference(case.spec, case.tensors, case.attributes)
     spread = {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in case.tensors.items()}
@@ -185,7 +172,7 @@ def test_float64_rows_are_the_references(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert run_on_cuda(case.spec, case.tensors, case.attributes)[0].dtype == torch.float64
 
 
-def test_tensors_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch, host: HostLibrary) -> None:
+def test_tensors_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch, host: PluginLibrary) -> None:
     monkeypatch.setattr(cuda_op, "_library", _returns(host))
     case = make_case()
     tensors = case.tensors | {"gamma": case.tensors["gamma"].to("meta")}

@@ -29,10 +29,14 @@ def addresses(count: int, first: int = 1) -> list[int]:
     return [(first + i) << 20 for i in range(count)]
 
 
+def functions_of(driver: Driver) -> ctypes.CDLL:
+    return ctypes.CDLL(None, handle=driver.library.value)
+
+
 def recorded(driver: Driver) -> tuple[MoEFinalizeParams, int | None]:
-    functions = ctypes.CDLL(None, handle=driver.library.value)
+    """What the last launch was given: the parameters and the stream."""
     params, stream = MoEFinalizeParams(), ctypes.c_void_p()
-    functions.moetrt_recorded(ctypes.byref(params), ctypes.byref(stream))
+    functions_of(driver).moetrt_recorded(ctypes.byref(params), ctypes.byref(stream))
     return params, stream.value
 
 
@@ -80,6 +84,7 @@ def test_case04_05_14_15_attributes_are_passed_on(recording: Driver) -> None:
         "weight_bias": 1.0,
         "weight_before_cast": 0,
         "apply_expert_weights": 0,
+        "programmatic_dependent_launch": 0,
     }
     defaults = {entry.name: entry.default for entry in FINALIZE_ADD_RMS_NORM.attributes}
     for wanted in (defaults, attributes):

@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 /* Changes whenever the struct below or the meaning of a call changes. */
-#define MOETRT_ABI_VERSION 1
+#define MOETRT_ABI_VERSION 2
 
 typedef enum { MOETRT_FLOAT = 0, MOETRT_HALF = 1, MOETRT_BFLOAT16 = 2 } moetrt_dtype;
 
@@ -55,7 +55,20 @@ typedef struct {
     float weight_bias;
     int32_t weight_before_cast;   /* 1: gamma is multiplied in fp32, one rounding; 0: round to dtype, then multiply */
     int32_t apply_expert_weights; /* 0: expert_weights is not read, every route counts once */
+
+    /* 1: on SM90 and later the kernel may start while the one before it on the stream ends, and waits for that one's
+     * end before it reads or writes anything; 0: it starts afterwards. The numbers are the same. */
+    int32_t programmatic_dependent_launch;
 } moetrt_moe_finalize_params;
+
+/* What of a GPU decides which tactics it runs and which is taken. */
+typedef struct {
+    int32_t compute_capability; /* 10 * major + minor: 90 for SM90 */
+    int32_t multiprocessors;
+} moetrt_device;
+
+/* Lets the library choose, by moetrt_moe_finalize_tactics' first answer. */
+#define MOETRT_TACTIC_DEFAULT 0
 
 /* MOETRT_ABI_VERSION of the library that is loaded. */
 int32_t moetrt_abi_version(void);
@@ -76,11 +89,31 @@ void moetrt_clear_last_error(void);
 int32_t moetrt_show_errors(int32_t show);
 
 /*
- * Runs the tail on `stream` (a cudaStream_t; null is the default stream). Allocates nothing and does not synchronise.
+ * Runs the tail on `stream` (a cudaStream_t; null is the default stream) with the default tactic. Allocates nothing and
+ * does not synchronise; may be captured into a CUDA graph, provided that the library has seen the device before: by an
+ * earlier call on it, or by moetrt_current_device.
  * Returns 0, or non-zero with the reason in moetrt_last_error(): a parameter that is not taken, or the launch's CUDA
  * error.
  */
 int32_t moetrt_moe_finalize(const moetrt_moe_finalize_params* params, void* stream);
+
+/* The same with a tactic; one that does not run these params on the current device is refused. */
+int32_t moetrt_moe_finalize_with_tactic(const moetrt_moe_finalize_params* params, int32_t tactic, void* stream);
+
+/*
+ * The tactics worth timing for `params` on `device`, the default one first: writes up to `capacity` of them to
+ * `tactics` and returns how many there are, at least 1; they are positive and differ. Looks at sizes, dtypes and the
+ * alignment of pointers (null counts as aligned), and needs no GPU. Which is the default depends on `params` and
+ * `device` alone.
+ */
+int32_t moetrt_moe_finalize_tactics(const moetrt_moe_finalize_params* params, const moetrt_device* device,
+                                    int32_t* tactics, int32_t capacity);
+
+/* A tactic's name, such as "cta_32"; null where there is no such tactic. */
+const char* moetrt_tactic_name(int32_t tactic);
+
+/* Describes the current CUDA device and prepares the kernels on it. Returns 0, or non-zero with moetrt_last_error(). */
+int32_t moetrt_current_device(moetrt_device* device);
 
 #ifdef __cplusplus
 }

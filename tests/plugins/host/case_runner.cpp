@@ -1,23 +1,28 @@
 // Runs a file of cases through the kernel's host build, each operand in a heap block of its own exact size.
 //
-// Usage: case_runner CASES OUTPUTS. A case is an int64 (bytes that every array of `dtype` is moved by, to try unaligned
-// pointers) and a moetrt_moe_finalize_params whose pointers are replaced by the sizes of their arrays in bytes (0 is
-// null), followed by the bytes of the inputs in the order of the fields. OUTPUTS receives norm_out and residual_out.
-// Under AddressSanitizer, rows of gemm2_permuted that no map entry names and the pads of all rows are poisoned.
+// Usage: case_runner CASES OUTPUTS. A case is three int64 (bytes that every array of `dtype` is moved by, to try
+// unaligned pointers; the tactic; the simulator's device) and a moetrt_moe_finalize_params whose pointers are replaced
+// by the sizes of their arrays in bytes (0 is null), followed by the bytes of the inputs in the order of the fields.
+// OUTPUTS receives norm_out and residual_out. A kernel that writes all inputs but gamma and reads the outputs runs
+// before, on the same stream. Under AddressSanitizer, rows of gemm2_permuted that no map entry names and the pads of
+// all rows are poisoned.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "moetrt/moe_finalize.h"
+#include "simulator.h"
 
 #if defined(GPUSIM_ASAN)
 #include <sanitizer/asan_interface.h>
 #endif
 
 extern "C" const char* moetrt_last_error(void);
+extern "C" int32_t moetrt_moe_finalize_with_tactic(const moetrt_moe_finalize_params*, int32_t, void*);
 
 namespace {
 
@@ -52,6 +57,18 @@ Block allocate(T*& field, size_t shift) {
     return block;
 }
 
+/// Reads every byte, and writes it back where kWrites.
+template <bool kWrites>
+void touch(const Block& block) {
+    for (size_t i = 0; i < block.bytes; ++i) {
+        volatile std::byte* const byte = block.begin() + i;
+        const std::byte value = *byte;
+        if (kWrites) {
+            *byte = value;
+        }
+    }
+}
+
 #if defined(GPUSIM_ASAN)
 void poisonUnnamedRows(const moetrt_moe_finalize_params& p, const Block& gemm2) {
     std::vector<bool> named(static_cast<size_t>(p.num_rows), p.expanded_idx_to_permuted_idx == nullptr);
@@ -82,10 +99,11 @@ int main(int argc, char** argv) {
     if (cases == nullptr || outputs == nullptr) {
         stop("a file cannot be opened");
     }
-    int64_t moved = 0;
-    for (int number = 0; std::fread(&moved, sizeof moved, 1, cases) == 1; ++number) {
+    int64_t head[3] = {};
+    for (int number = 0; std::fread(head, sizeof head, 1, cases) == 1; ++number) {
         std::fprintf(stderr, "case %d\n", number);
-        const auto shift = static_cast<size_t>(moved);
+        const auto shift = static_cast<size_t>(head[0]);
+        gpusim::currentDevice() = static_cast<int>(head[2]);
         moetrt_moe_finalize_params p = {};
         read(cases, &p, sizeof p);
         const Block gemm2 = allocate(p.gemm2_permuted, shift);
@@ -100,10 +118,20 @@ int main(int argc, char** argv) {
         for (const Block* input : {&gemm2, &weights, &map, &shared, &gate, &residual, &gamma}) {
             read(cases, input->begin(), input->bytes);
         }
+        const std::function<void()> upstream = [&] {
+            for (const Block* input : {&gemm2, &weights, &map, &shared, &gate, &residual}) {
+                touch<true>(*input);
+            }
+            touch<false>(norm);
+            touch<false>(hidden);
+        };
+        if (p.num_tokens > 0) {
+            gpusim::runUpstream(upstream);
+        }
 #if defined(GPUSIM_ASAN)
         poisonUnnamedRows(p, gemm2);
 #endif
-        if (moetrt_moe_finalize(&p, nullptr) != 0) {
+        if (moetrt_moe_finalize_with_tactic(&p, static_cast<int32_t>(head[1]), nullptr) != 0) {
             stop(moetrt_last_error());
         }
         for (const Block* output : {&norm, &hidden}) {

@@ -68,7 +68,7 @@ def _compiler() -> str:
 
 
 def _link(variant: Variant, sources: list[Path], kernel: Path, kind: str, suffix: str) -> Path:
-    core = [KERNEL / "moe_finalize_check.cpp", SIMULATOR / "simulator.cpp"]
+    core = [KERNEL / "moe_finalize_check.cpp", KERNEL / "moe_finalize_tactics.cpp", SIMULATOR / "simulator.cpp"]
     objects = [_compile(variant, source, KERNEL) for source in [*core, *sources]]
     objects.append(_compile(variant, kernel / "moe_finalize.cu", kernel))
     return _cached([_compiler(), kind, *variant.instrumentation, *map(str, objects)], [], suffix)

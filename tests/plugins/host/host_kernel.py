@@ -8,6 +8,7 @@ which is what it must have read.
 import ctypes
 import os
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,7 @@ class Params(ctypes.Structure):
         ),
         ("weight_before_cast", ctypes.c_int32),
         ("apply_expert_weights", ctypes.c_int32),
+        ("programmatic_dependent_launch", ctypes.c_int32),
     )
 
 
@@ -55,7 +57,15 @@ def load(path: Path) -> ctypes.CDLL:
     """The library, its functions declared."""
     library = ctypes.CDLL(str(path))
     library.moetrt_last_error.restype = ctypes.c_char_p
-    library.moetrt_moe_finalize.argtypes = (ctypes.POINTER(Params), ctypes.c_void_p)
+    params = ctypes.POINTER(Params)
+    library.moetrt_moe_finalize.argtypes = (params, ctypes.c_void_p)
+    library.moetrt_moe_finalize_with_tactic.argtypes = (params, ctypes.c_int32, ctypes.c_void_p)
+    library.moetrt_host_set_device.argtypes = (ctypes.c_int32,)
+    library.moetrt_host_runs.argtypes = (params, ctypes.c_int32)
+    library.moetrt_host_threads.argtypes = (ctypes.c_int32, ctypes.c_int64)
+    library.moetrt_host_threads.restype = ctypes.c_int64
+    library.moetrt_host_resident.argtypes = (ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)
+    library.moetrt_host_resident.restype = ctypes.c_int64
     return library
 
 
@@ -84,6 +94,7 @@ def parameters(case: Case) -> Params:
         weight_bias=values.get("weight_bias", 0.0),
         weight_before_cast=values.get("weight_before_cast", 1),
         apply_expert_weights=values["apply_expert_weights"],
+        programmatic_dependent_launch=values["programmatic_dependent_launch"],
     )
 
 
@@ -108,11 +119,21 @@ class Guarded:
         return bool((self.memory[: self.first] == 77).all() and (self.memory[self.last :] == 77).all())
 
 
-def run(library: ctypes.CDLL, case: Case, *, shift: int = 0) -> tuple[torch.Tensor, ...]:
+#: The simulator's devices (simulator.h): a whole chip; chips of SM90 and SM80 that hold so few CTAs at a time that each
+#: goes on with another token.
+WHOLE_CHIP, ONE_CTA, TWO_CTAS, SM80 = range(4)
+DEFAULT = 0
+TACTICS = {1: "cta_8", 2: "cta_16", 3: "cta_32", 4: "cluster_2", 5: "cluster_4", 6: "cluster_8", 7: "scalar"}
+SCALAR = 7
+
+
+def run(
+    library: ctypes.CDLL, case: Case, *, shift: int = 0, tactic: int = DEFAULT, device: int = WHOLE_CHIP
+) -> tuple[torch.Tensor, ...]:
     """Runs a case; ``shift`` moves every tensor of the rows' dtype by that many elements.
 
     Returns:
-        The outputs, in the order of the operator's.
+        The outputs, in the order of the operator's; nothing where the tactic does not run the case.
     """
     params = parameters(case)
     like = torch.zeros(params.num_tokens, params.hidden_size, dtype=case.tensors["gemm2_permuted"].dtype)
@@ -124,30 +145,44 @@ def run(library: ctypes.CDLL, case: Case, *, shift: int = 0) -> tuple[torch.Tens
         setattr(params, name, tensor.data_ptr())
     for name, output in outputs.items():
         setattr(params, name, output.tensor.data_ptr())
-    code = library.moetrt_moe_finalize(ctypes.byref(params), None)
+    library.moetrt_host_set_device(device)
+    if tactic != DEFAULT and not library.moetrt_host_runs(ctypes.byref(params), tactic):
+        return ()
+    code = library.moetrt_moe_finalize_with_tactic(ctypes.byref(params), tactic, None)
     assert code == 0, library.moetrt_last_error().decode()
     assert all(output.untouched() for output in outputs.values()), "written beside an output"
     return tuple(output.tensor for output in outputs.values())
 
 
+@dataclass(frozen=True)
+class Call:
+    """A case, and how a case runner runs it."""
+
+    case: Case
+    shift: int = 0
+    tactic: int = DEFAULT
+    device: int = WHOLE_CHIP
+
+
 def run_file(
-    runner: Path, cases: list[tuple[Case, int]], folder: Path
+    runner: Path, calls: list[Call], folder: Path
 ) -> tuple[subprocess.CompletedProcess[str], list[tuple[torch.Tensor, ...]]]:
-    """Runs cases, each with its shift in elements, through a case runner.
+    """Runs cases through a case runner.
 
     Returns:
         The finished process, and the outputs of each case where it succeeded.
     """
     source, result = folder / "cases.bin", folder / "outputs.bin"
     with source.open("wb") as file:
-        for case, shift in cases:
+        for call in calls:
+            case = call.case
             params = parameters(case)
             dtype = case.tensors["gemm2_permuted"].dtype
             for name, tensor in case.tensors.items():
                 setattr(params, name, tensor.nbytes)
             for name in output_names(case):
                 setattr(params, name, params.num_tokens * params.hidden_size * dtype.itemsize)
-            file.write(ctypes.c_int64(shift * dtype.itemsize))
+            file.write((ctypes.c_int64 * 3)(call.shift * dtype.itemsize, call.tactic, call.device))
             file.write(params)
             for name in ARRAYS:
                 if name in case.tensors:
@@ -166,7 +201,7 @@ def run_file(
     outputs = []
     if done.returncode == 0:
         data = result.read_bytes()
-        for case, _ in cases:
+        for case in (call.case for call in calls):
             params = parameters(case)
             tensors = []
             for _ in output_names(case):
@@ -184,30 +219,46 @@ def as_float64(tensor: torch.Tensor) -> np.ndarray:
     return tensor.reshape(-1, tensor.shape[-1]).to(torch.float64).numpy()
 
 
+class Judge:
+    """What is right for a case, and how far from it an output may be."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.dtype = case.tensors["gemm2_permuted"].dtype
+        unit = UNIT[self.dtype]
+        with np.errstate(invalid="ignore", over="ignore"):
+            exact = gold(case)[-1]
+            self.exact = exact.reshape(-1, exact.shape[-1])
+            size = gold(_magnitudes(case))[-1].reshape(self.exact.shape)
+            top_k = case.tensors["expert_weights"].shape[1]
+            # One rounding of the sum; in fp32 each of the K adds, the sigmoid (3), and the four steps after it.
+            self.tolerance = unit * np.abs(self.exact) + (top_k + 8) * 2.0**-24 * (1 + unit) * size
+            self.tolerance += HALF_SUBNORMAL[self.dtype]
+
+    def faults(self, outputs: tuple[torch.Tensor, ...]) -> list[str]:
+        """What is wrong with the outputs, a line for each that is out of tolerance; empty where all is right."""
+        unit, half_subnormal = UNIT[self.dtype], HALF_SUBNORMAL[self.dtype]
+        hidden = as_float64(outputs[-1])
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = _compare("residual_out", hidden, self.exact, self.tolerance)
+            if self.case.spec is FINALIZE_ADD_RMS_NORM:
+                values = self.case.spec.complete(self.case.attributes)
+                eps = np.float64(np.float32(values["eps"]))
+                normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + eps)
+                gamma = self.case.tensors["gamma"].to(torch.float64).numpy() + values["weight_bias"]
+                exact = normed * gamma
+                # Squares: at most 32 adds a thread and 16384 elements, 5 in a warp, 8 over a cluster and 5 in a warp
+                # again, halved by the root; then the root and two products.
+                steps = (32 * (1 + hidden.shape[1] // 16384) + 18) / 2 + 6
+                relative = steps * 2.0**-24 + unit + (0 if values["weight_before_cast"] else unit * (1 + unit))
+                subnormal = half_subnormal * (1 + (0 if values["weight_before_cast"] else np.abs(gamma)))
+                found += _compare("norm_out", as_float64(outputs[0]), exact, relative * np.abs(exact) + subnormal)
+        return found
+
+
 def faults(case: Case, outputs: tuple[torch.Tensor, ...]) -> list[str]:
-    """What is wrong with the outputs, one line for each that is out of tolerance; empty where all is right."""
-    dtype = case.tensors["gemm2_permuted"].dtype
-    unit, half_subnormal = UNIT[dtype], HALF_SUBNORMAL[dtype]
-    hidden = as_float64(outputs[-1])
-    with np.errstate(invalid="ignore", over="ignore"):
-        exact = gold(case)[-1].reshape(hidden.shape)
-        size = gold(_magnitudes(case))[-1].reshape(hidden.shape)
-        top_k = case.tensors["expert_weights"].shape[1]
-        # One rounding of the sum; in fp32 each of the K adds, the sigmoid (3), and the four steps after it.
-        tolerance = unit * np.abs(exact) + (top_k + 8) * 2.0**-24 * (1 + unit) * size + half_subnormal
-        found = _compare("residual_out", hidden, exact, tolerance)
-        if case.spec is FINALIZE_ADD_RMS_NORM:
-            values = case.spec.complete(case.attributes)
-            eps = np.float64(np.float32(values["eps"]))
-            normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + eps)
-            gamma = case.tensors["gamma"].to(torch.float64).numpy() + values["weight_bias"]
-            exact = normed * gamma
-            # Squares: 32 adds a thread and tile, 10 across the CTA, halved by the root; then the root and two products.
-            steps = (32 * (1 + hidden.shape[1] // 16384) + 10) / 2 + 6
-            relative = steps * 2.0**-24 + unit + (0 if values["weight_before_cast"] else unit * (1 + unit))
-            subnormal = half_subnormal * (1 + (0 if values["weight_before_cast"] else np.abs(gamma)))
-            found += _compare("norm_out", as_float64(outputs[0]), exact, relative * np.abs(exact) + subnormal)
-    return found
+    """`Judge.faults` of a case that is judged once."""
+    return Judge(case).faults(outputs)
 
 
 def _magnitudes(case: Case) -> Case:

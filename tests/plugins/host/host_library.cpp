@@ -7,6 +7,7 @@
 #include <string>
 
 #include "moe_finalize_launch.h"
+#include "simulator.h"
 
 namespace {
 
@@ -20,16 +21,59 @@ const char* moetrt_last_error(void) {
     return lastError.c_str();
 }
 
-int32_t moetrt_moe_finalize(const moetrt_moe_finalize_params* params, void* stream) {
+int32_t moetrt_moe_finalize_with_tactic(const moetrt_moe_finalize_params* params, int32_t tactic, void* stream) {
     lastError = moetrt::checkMoEFinalize(*params);
     if (!lastError.empty()) {
         return 1;
     }
-    const cudaError_t error = moetrt::launchMoEFinalize(*params, static_cast<cudaStream_t>(stream));
+    const moetrt::Device* device = nullptr;
+    cudaError_t error = moetrt::currentDevice(device);
+    if (error == cudaSuccess) {
+        const moetrt::Tactic& chosen = tactic == MOETRT_TACTIC_DEFAULT
+                                           ? **moetrt::usefulTactics(*params, device->properties).begin()
+                                           : *moetrt::findTactic(tactic);
+        if (!moetrt::runsTactic(chosen, *params, device->properties)) {
+            lastError = std::string(chosen.name) + " does not run this";
+            return 1;
+        }
+        error = moetrt::launchMoEFinalize(*params, *device, chosen, static_cast<cudaStream_t>(stream));
+    }
     if (error != cudaSuccess) {
         lastError = cudaGetErrorString(error);
     }
     return static_cast<int32_t>(error);
+}
+
+int32_t moetrt_moe_finalize(const moetrt_moe_finalize_params* params, void* stream) {
+    return moetrt_moe_finalize_with_tactic(params, MOETRT_TACTIC_DEFAULT, stream);
+}
+
+/// Chooses one of the simulator's devices.
+void moetrt_host_set_device(int32_t ordinal) {
+    gpusim::currentDevice() = ordinal;
+}
+
+/// 1 where the tactic runs the params on the device.
+int32_t moetrt_host_runs(const moetrt_moe_finalize_params* params, int32_t tactic) {
+    const moetrt::Device* device = nullptr;
+    return moetrt::currentDevice(device) == cudaSuccess &&
+           moetrt::runsTactic(*moetrt::findTactic(tactic), *params, device->properties);
+}
+
+int32_t moetrt_host_tactics(const moetrt_moe_finalize_params* params, const moetrt_device* device, int32_t* tactics) {
+    const moetrt::TacticList useful = moetrt::usefulTactics(*params, *device);
+    for (const moetrt::Tactic* tactic : useful) {
+        *tactics++ = tactic->id;
+    }
+    return useful.count;
+}
+
+int64_t moetrt_host_threads(int32_t tactic, int64_t hidden) {
+    return moetrt::threadsOfCta(*moetrt::findTactic(tactic), hidden);
+}
+
+int64_t moetrt_host_resident(int32_t threadsPerMultiprocessor, int32_t blocks, int64_t threads, int64_t registers) {
+    return moetrt::residentCtas({{90, 1}, threadsPerMultiprocessor, blocks, 65536, {}}, threads, registers);
 }
 
 /// The stand-ins' conversions, for the test that proves them: 16-bit patterns to float bits, and back.

@@ -56,6 +56,10 @@ inline void __stwb(uint4* address, uint4 value) {
     *address = value;
 }
 
+inline float __uint_as_float(unsigned bits) {
+    return std::bit_cast<float>(bits);
+}
+
 struct dim3 {
     unsigned x = 1;
     unsigned y = 1;
@@ -63,11 +67,62 @@ struct dim3 {
     constexpr dim3(unsigned x = 1) : x(x) {}
 };
 
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount,
+    cudaDevAttrMaxThreadsPerMultiProcessor,
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrComputeCapabilityMinor,
+    cudaDevAttrMaxRegistersPerMultiprocessor,
+    cudaDevAttrMaxBlocksPerMultiprocessor,
+};
+
+inline cudaError_t cudaGetDevice(int* device) {
+    *device = gpusim::currentDevice();
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+    const gpusim::Device& described = gpusim::kDevices[device];
+    switch (attribute) {
+        case cudaDevAttrMultiProcessorCount: *value = described.multiprocessors; break;
+        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
+        case cudaDevAttrComputeCapabilityMajor: *value = described.computeCapability / 10; break;
+        case cudaDevAttrComputeCapabilityMinor: *value = described.computeCapability % 10; break;
+        case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
+        case cudaDevAttrMaxBlocksPerMultiprocessor: *value = described.blocksPerMultiprocessor; break;
+    }
+    return cudaSuccess;
+}
+
+struct cudaFuncAttributes {
+    int numRegs;
+};
+
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+    attributes->numRegs = 96;
+    return cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension, cudaLaunchAttributeProgrammaticStreamSerialization };
+
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    struct {
+        struct {
+            unsigned x, y, z;
+        } clusterDim;
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+
 struct cudaLaunchConfig_t {
     dim3 gridDim;
     dim3 blockDim;
     size_t dynamicSmemBytes = 0;
     cudaStream_t stream = nullptr;
+    cudaLaunchAttribute* attrs = nullptr;
+    unsigned numAttrs = 0;
 };
 
 /// Runs the kernel to its end before it returns.
@@ -77,8 +132,28 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     if (config->dynamicSmemBytes != 0) {
         return cudaErrorInvalidValue;
     }
-    const std::string failure = gpusim::launch(config->gridDim.x, config->blockDim.x, [&] { kernel(arguments...); });
+    gpusim::Shape shape = {config->gridDim.x, config->blockDim.x, 1, false};
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        const cudaLaunchAttribute& attribute = config->attrs[i];
+        // SM90 began with both.
+        if (gpusim::kDevices[gpusim::currentDevice()].computeCapability < 90) {
+            return cudaErrorInvalidValue;
+        }
+        if (attribute.id == cudaLaunchAttributeClusterDimension) {
+            shape.clusterSize = attribute.val.clusterDim.x;
+        } else {
+            shape.startsEarly = attribute.val.programmaticStreamSerializationAllowed != 0;
+        }
+    }
+    const std::string failure = gpusim::launch(shape, [&] { kernel(arguments...); });
     return failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
+
+inline void cudaGridDependencySynchronize() {
+    gpusim::waitForUpstream();
+}
+
+/// Nothing runs after this kernel before it has ended.
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
 
 #endif

@@ -4,7 +4,12 @@
 
 #include <cstddef>
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFailure = 719 };
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorLaunchFailure = 719
+};
 
 using cudaStream_t = struct CUstream_st*;
 

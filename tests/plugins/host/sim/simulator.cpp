@@ -1,9 +1,9 @@
-// Fibers, barriers and shared memory of the simulated CTAs.
+// Fibers, barriers and shared memory of the simulated CTAs and clusters.
 //
-// This file is compiled without instrumentation: all fibers of a CTA touch the scheduler's state, on one thread and in
-// turn, and ThreadSanitizer, told that fibers are threads, would take that for races. For the same reason nothing here
-// allocates, copies or compares memory through the library (which sanitizers intercept) while fibers run, except to say
-// why a launch failed.
+// This file is compiled without instrumentation: all fibers of a cluster touch the scheduler's state, on one thread and
+// in turn, and ThreadSanitizer, told that fibers are threads, would take that for races. For the same reason nothing
+// here allocates, copies or compares memory through the library (which sanitizers intercept) while fibers run, except
+// to say why a launch failed.
 #include "simulator.h"
 
 #include <sys/mman.h>
@@ -31,6 +31,7 @@ namespace {
 
 constexpr size_t kStackBytes = 128 * 1024;
 constexpr size_t kRedZone = 64;
+constexpr size_t kMaxFibers = size_t{kMaxClusterSize} * kMaxThreadsPerBlock;
 
 // What the sanitizers are told; nothing in a plain build.
 
@@ -76,6 +77,13 @@ struct Barrier {
     char tokens[2] = {};
 };
 
+/// The barrier of a cluster, in two halves: a thread that has arrived may do something else before it waits.
+struct SplitBarrier {
+    unsigned arrived = 0;
+    unsigned generation = 0;
+    char tokens[2] = {};
+};
+
 struct Warp {
     Barrier barrier;         // __syncwarp: gives order
     Barrier shuffleBarrier;  // only makes the lanes meet
@@ -90,6 +98,16 @@ struct Thread {
     const char* waitsIn = "";
     Location waitsAt;
     unsigned shuffles = 0;
+    bool hasArrived = false;  // at the cluster's barrier, and has not waited yet
+    bool waitsForCluster = false;
+    unsigned arrivedIn = 0;  // the generation
+};
+
+/// A CTA that runs.
+struct Block {
+    Barrier barrier;
+    unsigned alive = 0;
+    std::byte* shared = nullptr;
 };
 
 struct SharedArray {
@@ -103,8 +121,7 @@ bool same(const Location& a, const Location& b) {
 }
 
 struct Launch {
-    unsigned blocks = 0;
-    unsigned threads = 0;
+    Shape shape = {};
     const std::function<void()>* body = nullptr;
     std::array<SharedArray, 16> sharedArrays;
     size_t sharedCount = 0;
@@ -114,17 +131,30 @@ struct Launch {
     char started = 0;
     char ended = 0;
 
-    // Of the CTA that runs.
-    unsigned block = 0;
-    unsigned current = 0;
+    // Of the cluster that runs: a CTA alone is a cluster of one.
+    unsigned firstBlock = 0;
+    unsigned current = 0;  // index of fibers
     unsigned alive = 0;
     std::vector<Thread> fibers;
     std::vector<Warp> warps;
-    Barrier barrier;
-    std::byte* shared = nullptr;
+    std::vector<Block> blocks;
+    SplitBarrier clusterBarrier;
     Flow host;
+
+    unsigned thread() const { return current % shape.threadsPerBlock; }
+    unsigned rank() const { return current / shape.threadsPerBlock; }
+    Block& block() { return blocks[rank()]; }
 };
 
+/// The kernel before the next launch.
+struct Upstream {
+    bool runs = false;
+    char before = 0;
+    char ended = 0;
+};
+
+thread_local Upstream upstream;
+thread_local int device = 0;
 thread_local Launch* active = nullptr;
 
 void switchTo(Flow& from, Flow& to, [[maybe_unused]] bool fromEnds = false) {
@@ -157,7 +187,7 @@ std::string describe(const Location& where) {
 /// Every group of threads that waits at one place, and those that have ended.
 std::string deadlock(const Launch& launch) {
     std::map<std::string, std::pair<unsigned, unsigned>> groups;  // place -> first thread, count
-    for (unsigned t = 0; t < launch.threads; ++t) {
+    for (unsigned t = 0; t < launch.fibers.size(); ++t) {
         const Thread& thread = launch.fibers[t];
         const std::string place = thread.state == State::kEnded
                                       ? std::string("ended")
@@ -165,8 +195,11 @@ std::string deadlock(const Launch& launch) {
         auto [group, isNew] = groups.try_emplace(place, t, 0);
         ++group->second.second;
     }
-    std::string line = "barrier deadlock in block " + std::to_string(launch.block) + ":";
-    const char* separator = " ";
+    std::string line = "barrier deadlock in block " + std::to_string(launch.firstBlock);
+    if (launch.shape.clusterSize > 1) {
+        line += " to " + std::to_string(launch.firstBlock + launch.shape.clusterSize - 1);
+    }
+    const char* separator = ": ";
     for (const auto& [place, group] : groups) {
         line += separator + std::to_string(group.second) + " threads " + place + " (first: thread " +
                 std::to_string(group.first) + ")";
@@ -175,22 +208,32 @@ std::string deadlock(const Launch& launch) {
     return line;
 }
 
-/// Lets the next ready fiber of the CTA run, the host where all have ended.
+/// Lets the next ready fiber of the cluster run, the host where all have ended. The calling CTA comes first: it runs as
+/// far ahead of the others as its barriers let it, which is what finds that one of them is missing.
 void yieldFrom(Thread& thread, bool ends = false) {
     Launch& launch = *active;
     if (launch.alive == 0) {
         switchTo(thread.flow, launch.host, true);
         std::abort();  // nobody comes back
     }
-    for (unsigned step = 1; step <= launch.threads; ++step) {
-        const unsigned next = (launch.current + step) % launch.threads;
-        if (launch.fibers[next].state == State::kReady) {
-            launch.current = next;
-            switchTo(thread.flow, launch.fibers[next].flow, ends);
-            return;
+    const unsigned threads = launch.shape.threadsPerBlock;
+    for (unsigned block = 0; block < launch.shape.clusterSize; ++block) {
+        const unsigned first = (launch.rank() + block) % launch.shape.clusterSize * threads;
+        for (unsigned step = 1; step <= threads; ++step) {
+            const unsigned next = first + (launch.thread() + step) % threads;
+            if (launch.fibers[next].state == State::kReady) {
+                launch.current = next;
+                switchTo(thread.flow, launch.fibers[next].flow, ends);
+                return;
+            }
         }
     }
     fail(deadlock(launch));
+}
+
+std::string callingThread(const Launch& launch) {
+    return "thread " + std::to_string(launch.thread()) + " of block " +
+           std::to_string(launch.firstBlock + launch.rank());
 }
 
 void wait(Barrier& barrier, unsigned firstThread, const char* name, const Location& where, bool givesOrder) {
@@ -200,8 +243,8 @@ void wait(Barrier& barrier, unsigned firstThread, const char* name, const Locati
     if (barrier.arrived == 0) {
         barrier.where = where;
     } else if (!same(barrier.where, where)) {
-        fail("thread " + std::to_string(launch.current) + " of block " + std::to_string(launch.block) + " comes to " +
-             name + " at " + describe(where) + " while others wait at " + describe(barrier.where));
+        fail(callingThread(launch) + " comes to " + name + " at " + describe(where) + " while others wait at " +
+             describe(barrier.where));
     }
     if (givesOrder) {
         release(token);
@@ -234,12 +277,15 @@ void fiberMain() {
     Thread& self = launch.fibers[launch.current];
     self.state = State::kEnded;
     --launch.alive;
+    if (--launch.block().alive == 0) {
+        poison(launch.block().shared, kSharedBytes);
+    }
     yieldFrom(self, true);
     std::abort();  // nobody comes back
 }
 
-std::byte* mapStacks(std::byte* where, int flags) {
-    void* const memory = mmap(where, kMaxThreadsPerBlock * kStackBytes, PROT_READ | PROT_WRITE,
+std::byte* mapStacks(std::byte* where, size_t count, int flags) {
+    void* const memory = mmap(where, count * kStackBytes, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
     if (memory == MAP_FAILED) {
         std::perror("gpusim: no memory for the fibers' stacks");
@@ -248,49 +294,61 @@ std::byte* mapStacks(std::byte* where, int flags) {
     return static_cast<std::byte*>(memory);
 }
 
-/// The stacks of a CTA's threads, one after another: one piece of memory that is kept from CTA to CTA.
-std::byte* stacks() {
+/// The stacks of `count` fibers, one after another: one piece of memory that is kept from cluster to cluster.
+std::byte* stacks([[maybe_unused]] size_t count) {
     struct Memory {
         std::byte* data;
-        Memory() : data(mapStacks(nullptr, 0)) {}
-        ~Memory() { munmap(data, kMaxThreadsPerBlock * kStackBytes); }
+        Memory() : data(mapStacks(nullptr, kMaxFibers, 0)) {}
+        ~Memory() { munmap(data, kMaxFibers * kStackBytes); }
     };
     thread_local Memory memory;
 #if defined(GPUSIM_TSAN)
     // Mapped anew each time: what one CTA's threads did on their stacks is no race with the next's.
-    mapStacks(memory.data, MAP_FIXED);
+    mapStacks(memory.data, count, MAP_FIXED);
 #endif
     return memory.data;
 }
 
-void runBlock(Launch& launch, unsigned block) {
-    launch.block = block;
-    launch.fibers = std::vector<Thread>(launch.threads);
-    launch.warps = std::vector<Warp>(launch.threads / kWarpSize);
-    launch.barrier = Barrier{};
-    launch.barrier.expected = launch.threads;
+/// Makes a fiber that begins with `entry`.
+void make(Flow& flow, std::byte* stack, void (*entry)()) {
+    flow.stack = stack;
+    flow.stackBytes = kStackBytes;
+    unpoison(flow.stack, flow.stackBytes);  // a fiber that a failed launch left behind poisoned parts of it
+    getcontext(&flow.context);
+    flow.context.uc_stack.ss_sp = stack;
+    flow.context.uc_stack.ss_size = kStackBytes;
+    flow.context.uc_link = nullptr;
+    makecontext(&flow.context, entry, 0);
+#if defined(GPUSIM_TSAN)
+    flow.tsanFiber = __tsan_create_fiber(0);
+#endif
+}
+
+void runCluster(Launch& launch, unsigned firstBlock, std::byte* shared) {
+    const Shape& shape = launch.shape;
+    const unsigned fibers = shape.clusterSize * shape.threadsPerBlock;
+    launch.firstBlock = firstBlock;
+    launch.fibers = std::vector<Thread>(fibers);
+    launch.warps = std::vector<Warp>(fibers / kWarpSize);
+    launch.blocks = std::vector<Block>(shape.clusterSize);
+    launch.clusterBarrier = SplitBarrier{};
     for (Warp& warp : launch.warps) {
         warp.barrier.expected = kWarpSize;
         warp.shuffleBarrier.expected = kWarpSize;
     }
-    std::byte* const memory = stacks();
-    for (unsigned t = 0; t < launch.threads; ++t) {
-        Flow& flow = launch.fibers[t].flow;
-        flow.stack = memory + t * kStackBytes;
-        flow.stackBytes = kStackBytes;
-        unpoison(flow.stack, flow.stackBytes);  // a fiber that a failed launch left behind poisoned parts of it
-        getcontext(&flow.context);
-        flow.context.uc_stack.ss_sp = memory + t * kStackBytes;
-        flow.context.uc_stack.ss_size = kStackBytes;
-        flow.context.uc_link = nullptr;
-        makecontext(&flow.context, fiberMain, 0);
-#if defined(GPUSIM_TSAN)
-        flow.tsanFiber = __tsan_create_fiber(0);
-        launch.tsanFibers.push_back(flow.tsanFiber);
-#endif
+    for (unsigned rank = 0; rank < shape.clusterSize; ++rank) {
+        Block& block = launch.blocks[rank];
+        block.barrier.expected = shape.threadsPerBlock;
+        block.alive = shape.threadsPerBlock;
+        block.shared = shared + (firstBlock + rank) * kSharedBytes;
+    }
+    std::byte* const memory = stacks(fibers);
+    for (unsigned t = 0; t < fibers; ++t) {
+        make(launch.fibers[t].flow, memory + t * kStackBytes, fiberMain);
+        launch.tsanFibers.push_back(launch.fibers[t].flow.tsanFiber);
     }
     release(launch.started);
-    launch.alive = launch.threads;
+    launch.alive = fibers;
     launch.current = 0;
     switchTo(launch.host, launch.fibers[0].flow);
 }
@@ -307,23 +365,122 @@ void describeHostStack(Flow& host) {
 }
 #endif
 
+void describeHost([[maybe_unused]] Flow& host) {
+#if defined(GPUSIM_ASAN)
+    describeHostStack(host);
+#endif
+#if defined(GPUSIM_TSAN)
+    host.tsanFiber = __tsan_get_current_fiber();
+#endif
+}
+
+thread_local const std::function<void()>* upstreamBody = nullptr;
+thread_local Flow upstreamFlow;
+thread_local Flow upstreamHost;
+
+void upstreamMain() {
+#if defined(GPUSIM_ASAN)
+    __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+#endif
+    acquire(upstream.before);
+    (*upstreamBody)();
+    release(upstream.ended);
+    switchTo(upstreamFlow, upstreamHost, true);
+    std::abort();  // nobody comes back
+}
+
 }  // namespace
 
+int& currentDevice() {
+    return device;
+}
+
+void runUpstream(const std::function<void()>& kernel) {
+    upstreamBody = &kernel;
+    upstreamHost = {};
+    upstreamFlow = {};
+    describeHost(upstreamHost);
+    make(upstreamFlow, stacks(1), upstreamMain);
+    release(upstream.before);
+    switchTo(upstreamHost, upstreamFlow);
+    upstream.runs = true;
+}
+
+void waitForUpstream() {
+    acquire(upstream.ended);
+}
+
 unsigned threadIndex() {
-    return active->current;
+    return active->thread();
 }
 unsigned blockIndex() {
-    return active->block;
+    return active->firstBlock + active->rank();
 }
 unsigned blockSize() {
-    return active->threads;
+    return active->shape.threadsPerBlock;
 }
 unsigned gridSize() {
-    return active->blocks;
+    return active->shape.blocks;
+}
+unsigned clusterRank() {
+    return active->rank();
+}
+unsigned clusterSize() {
+    return active->shape.clusterSize;
 }
 
 void blockBarrier(const Location& where) {
-    wait(active->barrier, 0, "__syncthreads", where, true);
+    wait(active->block().barrier, active->rank() * active->shape.threadsPerBlock, "__syncthreads", where, true);
+}
+
+void clusterArrive(const Location& where) {
+    Launch& launch = *active;
+    SplitBarrier& barrier = launch.clusterBarrier;
+    Thread& self = launch.fibers[launch.current];
+    if (self.hasArrived) {
+        fail(callingThread(launch) + " arrives at its cluster's barrier again at " + describe(where));
+    }
+    self.hasArrived = true;
+    self.arrivedIn = barrier.generation;
+    release(barrier.tokens[barrier.generation % 2]);
+    if (++barrier.arrived == launch.fibers.size()) {
+        barrier.arrived = 0;
+        ++barrier.generation;
+        for (Thread& thread : launch.fibers) {
+            if (thread.waitsForCluster) {
+                thread.waitsForCluster = false;
+                thread.state = State::kReady;
+            }
+        }
+    }
+}
+
+void clusterWait(const Location& where) {
+    Launch& launch = *active;
+    SplitBarrier& barrier = launch.clusterBarrier;
+    Thread& self = launch.fibers[launch.current];
+    if (!self.hasArrived) {
+        fail(callingThread(launch) + " waits at its cluster's barrier at " + describe(where) + " and has not arrived");
+    }
+    if (barrier.generation == self.arrivedIn) {
+        self.state = State::kWaiting;
+        self.waitsForCluster = true;
+        self.waitsIn = "the cluster's barrier";
+        self.waitsAt = where;
+        yieldFrom(self);
+    }
+    self.hasArrived = false;
+    acquire(barrier.tokens[self.arrivedIn % 2]);
+}
+
+void* sharedOfCluster(void* mine, unsigned rank, const Location& where) {
+    Launch& launch = *active;
+    if (rank >= launch.shape.clusterSize) {
+        fail(callingThread(launch) + " maps shared memory of CTA " + std::to_string(rank) + " at " + describe(where) +
+             ", its cluster has " + std::to_string(launch.shape.clusterSize));
+    }
+    // Of a cluster the CTAs' memories lie one after another, each with the same arrays at the same places.
+    return launch.blocks[rank].shared + (static_cast<std::byte*>(mine) - launch.block().shared);
 }
 
 void warpBarrier(uint32_t mask, const Location& where) {
@@ -338,7 +495,7 @@ uint32_t shuffleXor(uint32_t mask, uint32_t bits, int laneMask, const Location& 
     if (mask != 0xffffffffU || laneMask < 0 || laneMask >= static_cast<int>(kWarpSize)) {
         fail("__shfl_xor_sync at " + describe(where) + ": the simulator takes whole warps and lane masks below 32");
     }
-    const unsigned thread = active->current;
+    const unsigned thread = active->current;  // blocks are whole warps
     const unsigned lane = thread % kWarpSize;
     Warp& warp = active->warps[thread / kWarpSize];
     // Slots take turns as tokens do: a lane that is one shuffle ahead leaves the values of this one alone.
@@ -362,36 +519,34 @@ void* sharedArray(size_t bytes, size_t alignment, const Location& where) {
         }
         *found = {where, offset, bytes};
     }
-    unpoison(launch.shared + found->offset, found->bytes);
-    return launch.shared + found->offset;
+    std::byte* const data = launch.block().shared + found->offset;
+    unpoison(data, found->bytes);
+    return data;
 }
 
-std::string launch(unsigned blocks, unsigned threadsPerBlock, const std::function<void()>& thread) {
-    if (blocks == 0 || threadsPerBlock == 0 || threadsPerBlock > kMaxThreadsPerBlock ||
-        threadsPerBlock % kWarpSize != 0) {
-        return "a launch of " + std::to_string(blocks) + " blocks of " + std::to_string(threadsPerBlock) +
-               " threads; the simulator takes 1 or more blocks of whole warps, up to 1024 threads";
+std::string launch(const Shape& shape, const std::function<void()>& thread) {
+    if (shape.blocks == 0 || shape.threadsPerBlock == 0 || shape.threadsPerBlock > kMaxThreadsPerBlock ||
+        shape.threadsPerBlock % kWarpSize != 0 || shape.clusterSize == 0 || shape.clusterSize > kMaxClusterSize ||
+        shape.blocks % shape.clusterSize != 0) {
+        return "a launch of " + std::to_string(shape.blocks) + " blocks of " + std::to_string(shape.threadsPerBlock) +
+               " threads in clusters of " + std::to_string(shape.clusterSize) +
+               "; the simulator takes whole clusters of up to 8 blocks of whole warps, up to 1024 threads";
     }
     Launch launch;
-    launch.blocks = blocks;
-    launch.threads = threadsPerBlock;
+    launch.shape = shape;
     launch.body = &thread;
-#if defined(GPUSIM_ASAN)
-    describeHostStack(launch.host);
-#endif
-#if defined(GPUSIM_TSAN)
-    launch.host.tsanFiber = __tsan_get_current_fiber();
-#endif
+    describeHost(launch.host);
+    if (!shape.startsEarly) {
+        waitForUpstream();
+    }
     // Each CTA has its own memory, allocated before the first runs: what one leaves there orders nothing in the next.
-    const size_t sharedBytes = blocks * kSharedBytes;
+    const size_t sharedBytes = shape.blocks * kSharedBytes;
     const auto shared = std::make_unique_for_overwrite<std::byte[]>(sharedBytes);
     std::memset(shared.get(), 0xff, sharedBytes);
     poison(shared.get(), sharedBytes);
     active = &launch;
-    for (unsigned block = 0; block < blocks && launch.failure.empty(); ++block) {
-        launch.shared = shared.get() + block * kSharedBytes;
-        runBlock(launch, block);
-        poison(launch.shared, kSharedBytes);
+    for (unsigned block = 0; block < shape.blocks && launch.failure.empty(); block += shape.clusterSize) {
+        runCluster(launch, block, shared.get());
     }
     active = nullptr;
 #if defined(GPUSIM_TSAN)
@@ -399,7 +554,12 @@ std::string launch(unsigned blocks, unsigned threadsPerBlock, const std::functio
     for (void* fiber : launch.tsanFibers) {
         __tsan_destroy_fiber(fiber);
     }
+    if (upstream.runs) {
+        __tsan_destroy_fiber(upstreamFlow.tsanFiber);
+    }
 #endif
+    upstream.runs = false;
+    waitForUpstream();
     acquire(launch.ended);
     unpoison(shared.get(), sharedBytes);
     if (!launch.failure.empty()) {
