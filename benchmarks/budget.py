@@ -2,10 +2,11 @@
 
     make budget          or    python -m benchmarks.budget [libmoetrt_plugins.so]
 
-A row of the table is one kernel on one architecture. "loads" counts the 128-bit global loads that are issued before the
-first arithmetic on one of them, batch after batch in the order of the code: 8x4 is four batches of eight. What was
-planned in the source is of no use where the compiler moved loads behind the adds, so this is read, not believed.
-"warps" is how many warps a multiprocessor holds with CTAs of 128 threads and of the kernel's most, of how many it can.
+A row of the table is one kernel on one architecture; its number is how many elements of the hidden state a thread
+holds. "loads" counts the 128-bit global loads that are issued before the first arithmetic on one of them, in batches,
+the largest first: 8x4 is four batches of eight. What was planned in the source is of no use where the compiler moved
+loads behind the adds, so this is read, not believed. "warps" is how many warps a multiprocessor holds with CTAs of 128
+threads and, where it is another number, of the kernel's most, of how many it can.
 
 Held are, for every kernel: no stack, no local memory and no instruction that spills. On the vector path: every store to
 global memory and every load in a row's loop is one of 128 bits, and all 8 rows of a whole batch are loaded before the
@@ -17,6 +18,7 @@ library is smaller than 8 MB.
 import argparse
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -201,11 +203,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _row(kernel: Kernel) -> list[object]:
     spills = sum(item.name in _SPILLS for item in kernel.instructions)
-    sizes = [size for size, _ in load_batches(kernel)]
-    batches = [f"{size}x{len(list(same))}" for size, same in groupby(sizes)]
-    held = [resident_warps(kernel, threads) for threads in sorted({min(128, kernel.max_threads), kernel.max_threads})]
+    batches = Counter(size for size, _ in load_batches(kernel))
+    loads = " ".join(f"{size}x{count}" for size, count in sorted(batches.items(), reverse=True))
+    held = dict.fromkeys(
+        resident_warps(kernel, threads) for threads in (min(128, kernel.max_threads), kernel.max_threads)
+    )
     warps = f"{', '.join(map(str, held))} of {_LIMITS[kernel.architecture][0]}"
-    return [kernel.name, kernel.registers, kernel.shared, kernel.local, spills, " ".join(batches) or "-", warps]
+    return [_title(kernel), kernel.registers, kernel.shared, kernel.local, spills, loads or "-", warps]
+
+
+def _title(kernel: Kernel) -> str:
+    parts = re.search(r"<(\w+), (true|false), (\d+), (true|false)>", kernel.name)
+    if parts is None:
+        return kernel.name
+    path = "scalar" if parts[2] == "false" else "cluster" if parts[4] == "true" else "vector"
+    return f"{parts[1]} {path} {parts[3]}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,262 @@
+"""The GPU check, as far as it goes without one: a dry run, and its table, verdicts, files and plot from made-up times.
+
+Made-up times stay in this file and its temporary folder.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import contenders, gpu_check, timing
+from benchmarks.contenders import ADD_NORM, COPY, EAGER, NO_PDL, OURS, SEPARATE, Cell
+from benchmarks.models import MODELS
+from benchmarks.results import Results, Row, copy_share, file_stem, plot, print_table, ratio, read, verdicts
+from benchmarks.timing import DryTimer, GraphTimer, Timing
+from moetrt.console import Output
+from moetrt.cuda_op import kernel_params
+from moetrt.errors import InputError
+
+DEEPSEEK = MODELS["deepseek-v3"]
+
+
+def test_a_dry_run_tries_every_step_and_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--dry-run", "--output", str(tmp_path), "--models", "deepseek-v3", "qwen3-next"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("DRY RUN on the CPU")
+    assert "not measured" in printed
+    assert "NOT HELD" not in printed
+    assert " us" not in printed
+    (written,) = tmp_path.glob("*.json")
+    assert written.with_suffix(".txt").is_file()
+    assert list(tmp_path.glob("*.png")) == []
+    data = json.loads(written.read_text())
+    assert data["dry_run"] is True
+    assert data["card"] == "none (host build)"
+    assert {row["timing"] for row in data["rows"]} == {None}
+    notes = {row["note"] for row in data["rows"] if row["contender"] not in (ADD_NORM, SEPARATE)}
+    assert notes == {""}
+    ours = [row for row in data["rows"] if row["contender"] == OURS and row["model"] == "deepseek-v3"]
+    assert {row["tokens"] for row in ours} == set(gpu_check.DRY_TOKENS)
+    assert len({row["setting"] for row in ours}) > 1
+    assert sum(row["default"] for row in ours) == len(gpu_check.DRY_TOKENS)
+    assert {row["contender"] for row in data["rows"]} >= {OURS, NO_PDL, ADD_NORM, SEPARATE, EAGER, COPY}
+
+
+def test_a_wrong_kernel_ends_the_run_as_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forgets_the_factor(*arguments: object) -> object:
+        params = kernel_params(*arguments)  # type: ignore[arg-type]
+        params.routed_scaling_factor = 1.0
+        return params
+
+    monkeypatch.setattr(contenders, "kernel_params", forgets_the_factor)
+    assert gpu_check.main(["--dry-run", "--output", str(tmp_path), "--models", "deepseek-v3", "--tokens", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG: deepseek-v3, T=3, " in printed
+    assert "norm_out is wrong: its error against float64 is" in printed
+
+
+def test_outputs_that_were_not_written_are_seen() -> None:
+    cell = Cell(dataclasses.replace(DEEPSEEK, hidden=64), 4, torch.device("cpu"), 0, seed=0)
+    writes_nothing = lambda buffers: tuple(buffers.outputs.values())  # noqa: E731
+    assert cell.fault(writes_nothing, cell.sets[0]) == (  # type: ignore[arg-type]
+        "norm_out is wrong: its error against float64 is nan, 1e-02 is taken"
+    )
+
+
+def test_sets_of_buffers_are_larger_than_twice_the_cache() -> None:
+    model = dataclasses.replace(DEEPSEEK, hidden=64)
+    cell = Cell(model, 2, torch.device("cpu"), 100_000, seed=0)
+    assert len(cell.sets) * cell.bytes >= 200_000
+    rows = torch.cat([buffers.tensors["expanded_idx_to_permuted_idx"] for buffers in cell.sets]).flatten()
+    # No two sets, and no two routes, name the same row.
+    assert rows.unique().numel() == rows.numel() == 16 * len(cell.sets)
+    starts = {buffers.outputs["norm_out"].data_ptr() for buffers in cell.sets}
+    assert len(starts) == len(cell.sets)
+    assert len(Cell(model, 1, torch.device("cpu"), 0, seed=0).sets) == 2
+
+
+def test_time_that_is_over_is_said() -> None:
+    run = gpu_check.Run(
+        library=None,  # type: ignore[arg-type]
+        device=torch.device("cpu"),
+        timer=DryTimer(),
+        l2_bytes=0,
+        backend="eager",
+        seed=0,
+        deadline=-math.inf,
+    )
+    assert [row.note for row in run.measure(DEEPSEEK, (1, 4))] == ["the time for this run was over"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--models", "gpt-5"], "moetrt: error: --models was 'gpt-5'; deepseek-v3, "),
+        ([], "moetrt: error: this needs an NVIDIA GPU that PyTorch sees; --dry-run tries the script without one"),
+    ],
+    ids=["model", "no GPU"],
+)
+def test_what_cannot_run_is_one_line(
+    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_gpu_before_sm80_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(InputError, match="the GPU is SM75; SM80 or later is taken"):
+        gpu_check._check_gpu()
+
+
+def row(
+    tokens: int, contender: str, seconds: float | None, *, setting: str = "", moved: int = 1, **changes: object
+) -> Row:
+    time = None if seconds is None else Timing(seconds, seconds, seconds)
+    return Row("deepseek-v3", tokens, contender, setting, moved, time, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def made_up() -> Results:
+    rows = [
+        row(1, OURS, 2e-6, setting="cluster_8", default=True),
+        row(1, ADD_NORM, 3e-6, setting="slow"),
+        row(1, ADD_NORM, 1.6e-6, setting="fast"),
+        row(1, SEPARATE, 4e-6),
+        row(1, EAGER, 40e-6),
+        row(1024, OURS, 5e-5, setting="cta_16", moved=1000, default=True),
+        row(1024, OURS, 4e-5, setting="cta_32", moved=1000),
+        row(1024, COPY, 3.6e-5, moved=800),
+        row(1024, SEPARATE, 6e-5),
+        row(1024, EAGER, None, note="out of memory"),
+        row(4096, OURS, None, note="the time for this run was over"),
+    ]
+    return Results({"card": "NVIDIA H200", "date": "2026-01-02 03:04:05"}, [DEEPSEEK], rows)
+
+
+def test_ratios_are_to_what_the_library_does_by_itself(made_up: Results) -> None:
+    assert ratio(made_up, "deepseek-v3", 1, ADD_NORM) == pytest.approx(0.8)
+    assert ratio(made_up, "deepseek-v3", 1024, SEPARATE) == pytest.approx(1.2)
+    assert ratio(made_up, "deepseek-v3", 1024, EAGER) is None
+    # 1000 bytes in 50 us beside 800 bytes in 36 us.
+    assert copy_share(made_up, "deepseek-v3", 1024) == pytest.approx(0.9)
+    assert copy_share(made_up, "deepseek-v3", 4096) is None
+
+
+def test_verdicts_name_the_worst_cell(made_up: Results) -> None:
+    share, norm, separate = verdicts(made_up)
+    assert (share.reached, share.cell, share.held) == (pytest.approx(0.9), "deepseek-v3, T=1024", False)
+    assert (norm.reached, norm.cell, norm.held) == (pytest.approx(1.25), "deepseek-v3, T=1", True)
+    assert (separate.reached, separate.cell, separate.held) == (pytest.approx(1.2), "deepseek-v3, T=1024", False)
+
+
+def test_the_table_has_a_dash_where_nothing_was_measured(made_up: Results, capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(made_up, Output())
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "2.00", "us", "2.00", "us", "cluster_8", "-", "2.00", "0.80", "-", "20.00"] in lines
+    assert ["1024", "50.00", "us", "40.00", "us", "cta_32", "90", "%", "1.20", "-", "-", "-"] in lines
+    assert ["4096", *["-"] * 7] in lines
+
+
+def test_files_come_back_as_they_were_written(made_up: Results, tmp_path: Path) -> None:
+    made_up.write(tmp_path / "run.json")
+    assert read(tmp_path / "run.json") == made_up
+    assert plot(made_up, tmp_path / "run.png") == ""
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert file_stem(made_up.facts) == "nvidia-h200-2026-01-02-030405"
+
+
+class FakeEvent:
+    """Stands for an event; the "GPU" takes 100 us for a call."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.clock
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return end.at - self.at
+
+
+class FakeGraph:
+    """Stands for a CUDA graph: it counts what it captured and what it replayed."""
+
+    captured = 0
+    capturing = False
+    replays = 0
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        FakeGraph.capturing, FakeGraph.captured = True, 0
+
+    def capture_end(self) -> None:
+        FakeGraph.capturing = False
+
+    def replay(self) -> None:
+        FakeGraph.replays += 1
+        FakeEvent.clock += 0.1 * FakeGraph.captured  # milliseconds
+
+    def reset(self) -> None:
+        pass
+
+
+class FakeStream:
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("Event", FakeEvent),
+        ("CUDAGraph", FakeGraph),
+        ("Stream", FakeStream),
+        ("stream", lambda stream: stream),
+        ("graph_pool_handle", lambda: (0, 0)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    FakeGraph.replays = 0
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_a_time_is_that_of_one_call_in_a_replay() -> None:
+    def call() -> None:
+        FakeGraph.captured += FakeGraph.capturing
+
+    timed = GraphTimer(torch.device("cuda")).time([call] * 5)
+    assert timed == Timing(*[pytest.approx(100e-6)] * 3)
+    # Each stretch lasts 2 ms at least: four rounds of 0.5 ms; one replay to warm up, one to see how long it takes.
+    assert FakeGraph.replays == 2 + timing.REPEATS * 4
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_a_call_that_fails_while_captured_ends_the_capture() -> None:
+    def call() -> None:
+        if FakeGraph.capturing:
+            raise InputError("the kernel was not started")
+
+    with pytest.raises(InputError):
+        GraphTimer(torch.device("cuda")).time([call])
+    assert not FakeGraph.capturing
