@@ -222,10 +222,10 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     if options.library is not None:
         # For tests/gpu too.
         os.environ[LIBRARY_VARIABLE] = str(existing_file(options.library, "plugin library").absolute())
-    if not dry and not options.skip_tests and not check_numbers(output):
-        return 1
+    # Wrong numbers end the run as a failure, but do not cost the times of a machine that may be lent for minutes.
+    right = dry or options.skip_tests or check_numbers(output)
     if options.skip_times:
-        return 0
+        return 0 if right else 1
     seed = time.time_ns() % 2**31
     run = _prepare(dry, seed, deadline)
     models = [MODELS[name] for name in options.models]
@@ -242,7 +242,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     _report(results, folder, output)
     for fault in run.faults:
         output.line(f"WRONG: {fault}")
-    return 1 if run.faults else 0
+    return 0 if right and not run.faults else 1
 
 
 def _check_gpu() -> None:

@@ -101,12 +101,17 @@ def _seconds(row: Row) -> float:
 COLUMNS = ("T", "ours", "best tactic", "copy", "sep.", "norm", "compile", "eager")
 
 
-def print_table(results: Results, output: Output) -> None:
-    """One table for each model.
+LEGEND = (
+    "ours: as the library chooses; best tactic: the fastest of its own; copy: our rate of moving bytes in percent of",
+    "a device-to-device copy's; sep. (finalize, shared add, add + RMSNorm as kernels of their own), norm (a plain",
+    "add + RMSNorm), compile and eager: their times over ours. A dash was not measured.",
+)
 
-    "ours" and "best tactic" are times; "copy" is our rate over a copy's, in percent; the other columns are the others'
-    times over ours. A dash is what was not measured.
-    """
+
+def print_table(results: Results, output: Output) -> None:
+    """One table for each model, below what its columns mean."""
+    for line in LEGEND:
+        output.line(line)
     for model in results.models:
         output.line()
         output.heading(f"{model.name}: H={model.hidden}, K={model.top_k}")

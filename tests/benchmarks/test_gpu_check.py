@@ -260,3 +260,10 @@ def test_a_call_that_fails_while_captured_ends_the_capture() -> None:
     with pytest.raises(InputError):
         GraphTimer(torch.device("cuda")).time([call])
     assert not FakeGraph.capturing
+
+
+@pytest.mark.parametrize(("right", "code"), [(True, 0), (False, 1)])
+def test_numbers_decide_the_exit_code(monkeypatch: pytest.MonkeyPatch, right: bool, code: int) -> None:
+    monkeypatch.setattr(gpu_check, "_check_gpu", lambda: None)
+    monkeypatch.setattr(gpu_check, "check_numbers", lambda output: right)
+    assert gpu_check.main(["--skip-times"]) == code

@@ -3,9 +3,13 @@
 The simulator plays a chip of SM90, so that the plugin offers every tactic. tests/gpu runs the same cases on a GPU.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from moetrt.cuda_op import launch
+from moetrt.library import load_plugin_library
 from tests.operator_cases import make_case
 from tests.plugins.driver import Driver
 from tests.plugins.operator_runs import CASES, Prepared, case_named, check, wrong_entries
@@ -38,3 +42,11 @@ def test_pointers_that_are_not_aligned_to_16_bytes(hosted: Driver, shift: int) -
     # Tactics are chosen before there are pointers; one that does not run these gives way to one that does.
     case = make_case(hidden=512, gate=True, dtype=torch.bfloat16, weights_dtype=torch.bfloat16, seed=5)
     check(hosted, case, device="cpu", shift=shift)
+
+
+def test_pytorchs_operator_and_an_engine_run_the_same_kernel(hosted: Driver, driver_build: Path) -> None:
+    case = case_named("DeepSeek-V3", torch.bfloat16, seed=6)
+    library = load_plugin_library(driver_build / "libmoetrt_hosted.so")
+    through_torch = launch(case.spec, case.tensors, case.attributes, library, 0)
+    for got, wanted in zip(through_torch, Prepared(hosted, case, device="cpu").results(), strict=True):
+        assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
