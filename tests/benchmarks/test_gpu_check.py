@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from benchmarks.timing import DryTimer, GraphTimer, Timing
 from moetrt.console import Output
 from moetrt.cuda_op import kernel_params
 from moetrt.errors import InputError
+from moetrt.library import PluginLibrary
 
 DEEPSEEK = MODELS["deepseek-v3"]
 
@@ -267,3 +269,27 @@ def test_numbers_decide_the_exit_code(monkeypatch: pytest.MonkeyPatch, right: bo
     monkeypatch.setattr(gpu_check, "_check_gpu", lambda: None)
     monkeypatch.setattr(gpu_check, "check_numbers", lambda output: right)
     assert gpu_check.main(["--skip-times"]) == code
+
+
+def test_facts_name_the_card_the_driver_and_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    properties = SimpleNamespace(
+        name="NVIDIA H200",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        L2_cache_size=60 << 20,
+        total_memory=139 << 30,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(gpu_check, "_output_of", lambda command: f"asked {command[0]}")
+    (tmp_path / "library.so").write_bytes(b"")
+    library = PluginLibrary(tmp_path / "library.so", None)  # type: ignore[arg-type]
+    facts = gpu_check.facts_of(torch.device("cuda", 0), library, dry=False)
+    assert facts["dry_run"] is False
+    assert (facts["card"], facts["compute_capability"], facts["multiprocessors"]) == ("NVIDIA H200", "9.0", 132)
+    assert (facts["driver"], facts["commit"]) == ("asked nvidia-smi", "asked git")
+    assert facts["library_sha256"].startswith("e3b0c44298fc1c14")
+
+
+def test_a_program_that_is_missing_leaves_its_fact_empty() -> None:
+    assert gpu_check._output_of(["moetrt-no-such-program"]) == ""
