@@ -1,5 +1,6 @@
 """The ways to compute a tail that are timed against each other, and the buffers that they work on."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -189,12 +190,14 @@ def add_norms() -> dict[str, Callable[..., None]]:
         for warps in triton_kernels.NORM_WARPS:
             found[f"Triton, {warps} warps"] = partial(in_triton, warps=warps)
     if find_spec("flashinfer") is not None:
-        from flashinfer.norm import fused_add_rmsnorm
+        # A FlashInfer that does not fit this PyTorch or CUDA fails in its own ways, and is then no contender.
+        with contextlib.suppress(Exception):
+            from flashinfer.norm import fused_add_rmsnorm
 
-        def in_flashinfer(x: torch.Tensor, buffers: Buffers) -> None:
-            fused_add_rmsnorm(x, buffers.outputs["residual_out"], buffers.tensors["gamma"], EPS)
+            def in_flashinfer(x: torch.Tensor, buffers: Buffers) -> None:
+                fused_add_rmsnorm(x, buffers.outputs["residual_out"], buffers.tensors["gamma"], EPS)
 
-        found["FlashInfer"] = in_flashinfer
+            found["FlashInfer"] = in_flashinfer
     return found
 
 
