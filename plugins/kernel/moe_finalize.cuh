@@ -49,12 +49,12 @@ constexpr int kRowsInFlight = kWide ? 8 : 4;
 constexpr int kScalarsInPack = 4;
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 
-/// The most threads of a CTA as the compiler is told: they decide the registers of each (80, 96 and 128), which must be
+/// The most threads of a CTA as the compiler is told: they decide the registers of each (80, 96 or 128), which must be
 /// few for several CTAs a multiprocessor and yet hold all that is in flight without a spill.
-template <int kElements>
-constexpr int kBoundThreads = kElements == 8    ? 768
-                              : kElements == 16 ? 640
-                                                : kMaxThreads;
+template <int kElements, bool kCluster>
+constexpr int kBoundThreads = kElements == 32               ? kMaxThreads
+                              : kElements == 16 || kCluster ? 640
+                                                            : 768;
 
 static_assert(kRouteChunk % kRowsInFlight<true> == 0, "a chunk of routes is read in whole batches");
 static_assert(kRouteChunk <= kWarpSize, "the smallest CTA has a thread for each route of a chunk");
@@ -319,17 +319,24 @@ __device__ __forceinline__ float sumOverToken(float value, float* warpSums) {
     if (lane == 0) {
         warpSums[warp] = value;
     }
-    value = 0.0F;
     if constexpr (kCluster) {
         TokenCtas<kCluster>::arrive();
         TokenCtas<kCluster>::wait();
     } else {
         __syncthreads();
     }
-    for (int rank = 0; rank < TokenCtas<kCluster>::count(); ++rank) {
-        if (lane < static_cast<int>(blockDim.x) / kWarpSize) {
-            value += TokenCtas<kCluster>::shared(warpSums, rank)[lane];
-        }
+    constexpr int kMostCtas = kCluster ? kMaxClusterSize : 1;
+    const bool hasWarp = lane < static_cast<int>(blockDim.x) / kWarpSize;
+    const int ctas = TokenCtas<kCluster>::count();
+    float sums[kMostCtas];  // all on their way at once: another CTA's memory is far
+#pragma unroll
+    for (int rank = 0; rank < kMostCtas; ++rank) {
+        sums[rank] = hasWarp && rank < ctas ? TokenCtas<kCluster>::shared(warpSums, rank)[lane] : 0.0F;
+    }
+    value = sums[0];
+#pragma unroll
+    for (int rank = 1; rank < kMostCtas; ++rank) {
+        value += sums[rank];
     }
 #pragma unroll
     for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
@@ -413,6 +420,18 @@ __device__ __forceinline__ void finalizeTokens(const moetrt_moe_finalize_params&
     }
     waitForUpstream();
 
+    Pack<float, N> gamma[kPacks];
+    const auto loadAllGamma = [&] {
+#pragma unroll
+        for (int v = 0; v < kPacks; ++v) {
+            const int column = v * packStep + firstColumn;
+            gamma[v] = loadGamma<A, kWide, N>(p, lastTile + column, {lastWidth - column, step});
+        }
+    };
+    // A cluster's barrier waits for every load and store before it: its CTAs have gamma early, and keep it.
+    if (kCluster && p.gamma != nullptr) {
+        loadAllGamma();
+    }
     if (threadOfCta < kRouteChunk) {
         stagedTokens[0].routes[threadOfCta] = toRoute(p, readRoute<A>(p, token, threadOfCta));
     }
@@ -461,7 +480,9 @@ __device__ __forceinline__ void finalizeTokens(const moetrt_moe_finalize_params&
                 }
                 // The norm reads what the next layer will read: the rounded value.
                 hidden[v] = finishSum<A>(p, routed, toFloats(shared), staged.sharedScale, toFloats(residual));
-                storePack<kWide, N, A>(p.residual_out, index, span, hidden[v]);
+                if (!kCluster || p.gamma == nullptr) {
+                    storePack<kWide, N, A>(p.residual_out, index, span, hidden[v]);
+                }
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
                     const float value = n * step < span.room ? toFloat(hidden[v].values[n]) : 0.0F;
@@ -486,12 +507,8 @@ __device__ __forceinline__ void finalizeTokens(const moetrt_moe_finalize_params&
             continue;
         }
 
-        // Asked for before the barrier, so that it is there after it.
-        Pack<float, N> gamma[kPacks];
-#pragma unroll
-        for (int v = 0; v < kPacks; ++v) {
-            const int column = v * packStep + firstColumn;
-            gamma[v] = loadGamma<A, kWide, N>(p, lastTile + column, {lastWidth - column, step});
+        if (!kCluster) {
+            loadAllGamma();  // before the barrier, so that it is there after it
         }
         const float sum = sumOverToken<kCluster>(squares, warpSums + turn * kMaxWarps);
         if (kCluster && isLast) {
@@ -502,8 +519,12 @@ __device__ __forceinline__ void finalizeTokens(const moetrt_moe_finalize_params&
         for (int v = 0; v < kPacks; ++v) {
             const int column = v * packStep + firstColumn;
             const int64_t index = token * p.hidden_size + lastTile + column;
-            storePack<kWide, N, A>(p.norm_out, index, {lastWidth - column, step},
-                                   normalise<A>(p, hidden[v], scale, gamma[v]));
+            const Span span = {lastWidth - column, step};
+            if (kCluster) {
+                // Not before the barrier, see above.
+                storePack<kWide, N, A>(p.residual_out, index, span, hidden[v]);
+            }
+            storePack<kWide, N, A>(p.norm_out, index, span, normalise<A>(p, hidden[v], scale, gamma[v]));
         }
         if constexpr (kWalks) {
             for (int64_t base = lastTile - tile; base >= 0; base -= tile) {
@@ -529,7 +550,8 @@ __device__ __forceinline__ void finalizeTokens(const moetrt_moe_finalize_params&
 /// what a thread holds of a token; kCluster: launched in clusters, each of which shares its tokens. gridDim.x is at
 /// most num_tokens times the cluster's size, blockDim.x a multiple of kWarpSize.
 template <typename A, bool kWide, int kElements, bool kCluster>
-__global__ void __launch_bounds__(kBoundThreads<kElements>, 1) moeFinalizeKernel(const moetrt_moe_finalize_params p) {
+__global__ void __launch_bounds__(kBoundThreads<kElements, kCluster>, 1)
+    moeFinalizeKernel(const moetrt_moe_finalize_params p) {
     if constexpr (!kCluster || MOETRT_SM90_FEATURES != 0) {  // no cluster is launched on earlier devices
         finalizeTokens<A, kWide, kElements, kCluster>(p);
     }

@@ -18,6 +18,7 @@ constexpr int32_t kKernelVersion = 2;
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreads = 512;  // of a CTA: 128 registers each
 constexpr int kAccessBytes = 16;
+constexpr int kMaxClusterSize = 8;              // what every device with clusters takes
 constexpr int32_t kFirstWithSm90Features = 90;  // clusters, programmatic dependent launch
 
 /// The instantiations that each dtype has; moe_finalize.cu says what each is for.

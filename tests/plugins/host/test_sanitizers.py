@@ -96,7 +96,7 @@ ENDED = r"SUMMARY: AddressSanitizer: use-after-poison .*moe_finalize\.cuh.* in f
 BARRIER = "    __syncthreads();\n"
 WAIT = "    waitForUpstream();\n"
 FIRST_BARRIER = BARRIER + "\n    bool isLast"
-SUM_BARRIER = "        __syncthreads();\n    }\n    for (int rank"
+SUM_BARRIER = "        __syncthreads();\n    }\n    constexpr int kMostCtas"
 CLUSTER_WAIT = "        TokenCtas<kCluster>::wait();\n"
 NORMAL_SUM = "float sum = routed.values[n] *"
 ADD = "fmaf(weight, row.values[n], sum.values[n])"
@@ -120,12 +120,12 @@ CHANGES = [
            "loadScalar<A>(p.expert_weights, p.weights_dtype, token);\n" + WAIT, THREAD, RACE),
     Change("outputs written before the wait", WAIT, "    static_cast<A*>(p.residual_out)[token * p.hidden_size] = "
            "roundTo<A>(0.0F);\n    __syncthreads();\n" + WAIT, THREAD, RACE),
-    Change("a neighbour's row", "(p.norm_out, index, {lastWidth", "(p.norm_out, index % p.hidden_size, {lastWidth",
-           THREAD, RACE),
-    Change("barrier skipped", SUM_BARRIER, "        if (warp > 0) __syncthreads();\n    }\n    for (int rank", PLAIN,
-           r"deadlock in block 0: 32 threads ended .*, \d+ threads in __syncthreads at moe_finalize\.cuh:\d+"),
+    Change("a neighbour's row", "(p.norm_out, index, span, normalise",
+           "(p.norm_out, index % p.hidden_size, span, normalise", THREAD, RACE),
+    Change("barrier skipped", SUM_BARRIER, "        if (warp > 0) __syncthreads();\n    }\n    constexpr int kMostCtas",
+           PLAIN, r"deadlock in block 0: 32 threads ended .*, \d+ threads in __syncthreads at moe_finalize\.cuh:\d+"),
     Change("two barriers", SUM_BARRIER,
-           f"    if (warp > 0) {{\n{BARRIER}}} else {{\n{BARRIER}}}\n    }}\n    for (int rank", PLAIN,
+           f"    if (warp > 0) {{\n{BARRIER}}} else {{\n{BARRIER}}}\n    }}\n    constexpr int kMostCtas", PLAIN,
            r"comes to __syncthreads at moe_finalize\.cuh:\d+ while others wait at moe_finalize\.cuh:\d+"),
     Change("next row", "inputs.row * p.row_stride", "(inputs.row + 1) * p.row_stride", ADDRESS, OUTSIDE),
     Change("element too many", "offset >= 0 ? span.room : 0", "offset >= 0 ? span.room + 1 : 0", ADDRESS, OUTSIDE),
@@ -139,7 +139,7 @@ CHANGES = [
     Change("last route left out", "if (k >= p.top_k) {", "if (k + 1 >= p.top_k) {", PLAIN, ""),
     Change("pads are hidden", "span.room ? toFloat(hidden[v].values[n]) : 0.0F", "span.room ? toFloat("
            "hidden[v].values[n]) : 1.0F", PLAIN, ""),
-    Change("one CTA's sum", "rank < TokenCtas<kCluster>::count()", "rank < 1", PLAIN, ""),
+    Change("one CTA's sum", "hasWarp && rank < ctas", "hasWarp && rank < ctas / ctas", PLAIN, ""),
     Change("rows' dtype sums", ADD, f"toFloat(roundTo<A>({ADD}))", PLAIN, ""),
 ]  # fmt: skip
 
