@@ -269,40 +269,52 @@ __device__ __forceinline__ float sigmoid(float logit) {
     return 1.0F / (1.0F + expf(-logit));
 }
 
-/// Adds kRows rows times their weights to `sum`. All are loaded before the first is added.
-template <typename A, bool kWide, int kRows, int N>
-__device__ __forceinline__ void addRows(const A* columns, const Route* routes, Span span, Pack<float, N>& sum) {
-    Pack<A, N> rows[kRows];
+/// Adds kRows rows times their weights to the sums of kTogether packs that lie packStep apart. All are loaded before
+/// the first is added.
+template <typename A, bool kWide, int kRows, int kTogether, int N>
+__device__ __forceinline__ void addRows(const A* columns, int packStep, const Route* routes, Span span,
+                                        Pack<float, N> (&sums)[kTogether]) {
+    Pack<A, N> rows[kRows][kTogether];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const int64_t offset = routes[r].offset;
-        rows[r] = loadPack<kWide, N, A>(columns, offset, {offset >= 0 ? span.room : 0, span.step});
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            const Span taken = {offset >= 0 ? span.room - i * packStep : 0, span.step};
+            rows[r][i] = loadPack<kWide, N, A>(columns, offset + i * packStep, taken);
+        }
     }
     __syncwarp();  // keeps the compiler from moving loads behind the adds of earlier rows
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const float weight = routes[r].weight;
-        const Pack<float, N> row = toFloats(rows[r]);
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            sum.values[n] = fmaf(weight, row.values[n], sum.values[n]);
+        for (int i = 0; i < kTogether; ++i) {
+            const Pack<float, N> row = toFloats(rows[r][i]);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                sums[i].values[n] = fmaf(weight, row.values[n], sums[i].values[n]);
+            }
         }
     }
 }
 
-/// Adds `count` rows, at most kRouteChunk, in batches that are no larger than they need be.
-template <typename A, bool kWide, int N>
-__device__ __forceinline__ void addRoutes(const A* columns, const Route* routes, int count, Span span,
-                                          Pack<float, N>& sum) {
+/// Adds `count` rows, at most kRouteChunk, in batches that are no larger than they need be. Packs that are taken
+/// together share what is in flight.
+template <typename A, bool kWide, int kTogether, int N>
+__device__ __forceinline__ void addRoutes(const A* columns, int packStep, const Route* routes, int count, Span span,
+                                          Pack<float, N> (&sums)[kTogether]) {
     constexpr int kMost = kRowsInFlight<kWide>;
     int done = 0;
-    for (; count - done > kMost / 2; done += kMost) {
-        addRows<A, kWide, kMost>(columns, routes + done, span, sum);
+    if constexpr (kTogether == 1) {
+        for (; count - done > kMost / 2; done += kMost) {
+            addRows<A, kWide, kMost>(columns, packStep, routes + done, span, sums);
+        }
     }
     if (count - done > kMost / 4) {
-        addRows<A, kWide, kMost / 2>(columns, routes + done, span, sum);
+        addRows<A, kWide, kMost / 2>(columns, packStep, routes + done, span, sums);
     } else if (count > done) {
-        addRows<A, kWide, kMost / 4>(columns, routes + done, span, sum);
+        addRows<A, kWide, kMost / 4>(columns, packStep, routes + done, span, sums);
     }
 }
 
@@ -456,19 +468,25 @@ __device__ __forceinline__ void finalizeTokens(const moetrt_moe_finalize_params&
         float squares = 0.0F;
         for (int64_t base = 0; base <= lastTile; base += tile) {
             const int width = base < lastTile ? tile : lastWidth;
-#pragma unroll
-            for (int v = 0; v < kPacks; ++v) {
-                const int column = v * packStep + firstColumn;
-                const Span span = {width - column, step};
+            // The packs from firstPack on, as many as `together` says.
+            const auto sumPacks = [&](auto together, int firstPack) {
+                constexpr int kTogether = decltype(together)::value;
+                Pack<A, N> shared[kTogether];
+                Pack<A, N> residual[kTogether];
+                Pack<float, N> routed[kTogether] = {};
+                const int column = firstPack * packStep + firstColumn;
                 const int64_t index = token * p.hidden_size + base + column;
-                const Span sharedSpan = {p.shared_output != nullptr ? span.room : 0, step};
-                const Span residualSpan = {p.residual != nullptr ? span.room : 0, step};
-                const Pack<A, N> shared = loadPack<kWide, N, A>(p.shared_output, index, sharedSpan);
-                const Pack<A, N> residual = loadPack<kWide, N, A>(p.residual, index, residualSpan);
+                const Span span = {width - column, step};
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int room = span.room - i * packStep;
+                    const int64_t at = index + i * packStep;
+                    shared[i] = loadPack<kWide, N, A>(p.shared_output, at, {p.shared_output ? room : 0, step});
+                    residual[i] = loadPack<kWide, N, A>(p.residual, at, {p.residual ? room : 0, step});
+                }
                 const A* const columns = static_cast<const A*>(p.gemm2_permuted) + base + column;
-                Pack<float, N> routed = {};
                 for (int64_t first = 0; first < p.top_k; first += kRouteChunk) {
-                    if (p.top_k > kRouteChunk) {
+                    if (kTogether == 1 && p.top_k > kRouteChunk) {
                         __syncthreads();  // the routes staged before are still being read
                         if (threadOfCta < kRouteChunk) {
                             staged.routes[threadOfCta] = toRoute(p, readRoute<A>(p, token, first + threadOfCta));
@@ -476,17 +494,35 @@ __device__ __forceinline__ void finalizeTokens(const moetrt_moe_finalize_params&
                         __syncthreads();
                     }
                     const int count = static_cast<int>(p.top_k - first < kRouteChunk ? p.top_k - first : kRouteChunk);
-                    addRoutes<A, kWide>(columns, staged.routes, count, span, routed);
-                }
-                // The norm reads what the next layer will read: the rounded value.
-                hidden[v] = finishSum<A>(p, routed, toFloats(shared), staged.sharedScale, toFloats(residual));
-                if (!kCluster || p.gamma == nullptr) {
-                    storePack<kWide, N, A>(p.residual_out, index, span, hidden[v]);
+                    addRoutes<A, kWide>(columns, packStep, staged.routes, count, span, routed);
                 }
 #pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    const float value = n * step < span.room ? toFloat(hidden[v].values[n]) : 0.0F;
-                    squares = fmaf(value, value, squares);
+                for (int i = 0; i < kTogether; ++i) {
+                    const Span own = {span.room - i * packStep, step};
+                    // The norm reads what the next layer will read: the rounded value.
+                    Pack<A, N>& sum = hidden[firstPack + i];
+                    sum = finishSum<A>(p, routed[i], toFloats(shared[i]), staged.sharedScale, toFloats(residual[i]));
+                    if (!kCluster || p.gamma == nullptr) {
+                        storePack<kWide, N, A>(p.residual_out, index + i * packStep, own, sum);
+                    }
+#pragma unroll
+                    for (int n = 0; n < N; ++n) {
+                        const float value = n * step < own.room ? toFloat(sum.values[n]) : 0.0F;
+                        squares = fmaf(value, value, squares);
+                    }
+                }
+            };
+            // Few rows leave room for two packs in flight.
+            constexpr bool kPairs = kWide && kPacks % 2 == 0;
+            if (kPairs && p.top_k <= kRowsInFlight<kWide> / 2) {
+#pragma unroll
+                for (int v = 0; v < kPacks; v += 2) {
+                    sumPacks(std::integral_constant<int, kPairs ? 2 : 1>(), v);
+                }
+            } else {
+#pragma unroll
+                for (int v = 0; v < kPacks; ++v) {
+                    sumPacks(std::integral_constant<int, 1>(), v);
                 }
             }
         }

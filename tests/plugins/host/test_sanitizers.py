@@ -43,15 +43,15 @@ def compact_calls() -> list[Call]:
         Call(wrong_entries(), 0, cta_8, TWO_CTAS),
         Call(make_case(hidden=72, stride=96, dtype=BF16, gate=True, weights_dtype=BF16, gamma_dtype=FP32, seed=2),
              0, cta_16, ONE_CTA),
-        Call(make_case(hidden=1032, stride=1064, dtype=BF16, gate=True, seed=16), 0, cta_32, SM80),
+        Call(make_case(top_k=8, hidden=1032, stride=1064, dtype=BF16, gate=True, seed=16), 0, cta_32, SM80),
         Call(make_case(hidden=66, stride=96, dtype=BF16, gate=True, gate_dtype=BF16, seed=3), 0, scalar, TWO_CTAS),
         Call(make_case(hidden=64, stride=96, dtype=FP16, seed=4, weight_before_cast=0, weight_bias=1.0),
              0, cta_8, ONE_CTA),
-        Call(make_case(hidden=520, stride=544, dtype=FP16, seed=17), 0, cta_16, WHOLE_CHIP),
+        Call(make_case(top_k=11, hidden=520, stride=544, dtype=FP16, seed=17), 0, cta_16, WHOLE_CHIP),
         Call(make_case(hidden=1032, stride=1064, dtype=FP16, seed=18), 0, cta_32, ONE_CTA),
         Call(make_case(hidden=72, stride=96, dtype=FP16, seed=5, apply_expert_weights=0), 1, scalar, ONE_CTA),
-        Call(make_case(hidden=260, stride=288, dtype=FP32, seed=6), 0, cta_8, SM80),
-        Call(make_case(hidden=516, stride=544, dtype=FP32, seed=19), 0, cta_16, TWO_CTAS),
+        Call(make_case(top_k=5, hidden=260, stride=288, dtype=FP32, seed=6), 0, cta_8, SM80),
+        Call(make_case(top_k=1, hidden=516, stride=544, dtype=FP32, seed=19), 0, cta_16, TWO_CTAS),
         Call(make_case(hidden=1028, stride=1064, dtype=FP32, seed=20), 0, cta_32, TWO_CTAS),
         Call(make_case(hidden=515, stride=544, dtype=FP32, shared=False, seed=7), 0, scalar, ONE_CTA),
         Call(make_case(hidden=8, dtype=BF16, mapped=False, residual=False, shared=False, seed=8), 0, DEFAULT, ONE_CTA),
@@ -99,7 +99,7 @@ FIRST_BARRIER = BARRIER + "\n    bool isLast"
 SUM_BARRIER = "        __syncthreads();\n    }\n    constexpr int kMostCtas"
 CLUSTER_WAIT = "        TokenCtas<kCluster>::wait();\n"
 NORMAL_SUM = "float sum = routed.values[n] *"
-ADD = "fmaf(weight, row.values[n], sum.values[n])"
+ADD = "fmaf(weight, row.values[n], sums[i].values[n])"
 RESTAGED = "toRoute(p, readRoute<A>(p, token, first + threadOfCta));\n                        }\n"
 
 CHANGES = [
@@ -128,7 +128,7 @@ CHANGES = [
            f"    if (warp > 0) {{\n{BARRIER}}} else {{\n{BARRIER}}}\n    }}\n    constexpr int kMostCtas", PLAIN,
            r"comes to __syncthreads at moe_finalize\.cuh:\d+ while others wait at moe_finalize\.cuh:\d+"),
     Change("next row", "inputs.row * p.row_stride", "(inputs.row + 1) * p.row_stride", ADDRESS, OUTSIDE),
-    Change("element too many", "offset >= 0 ? span.room : 0", "offset >= 0 ? span.room + 1 : 0", ADDRESS, OUTSIDE),
+    Change("element too many", "offset >= 0 ? span.room", "offset >= 0 ? 1 + span.room", ADDRESS, OUTSIDE),
     Change("row R is a row", "inputs.row < p.num_rows", "inputs.row <= p.num_rows", ADDRESS, OUTSIDE),
     Change("-1 loads a row", "return {-1, inputs.row == -1", "return {0, inputs.row == -1", ADDRESS, OUTSIDE),
     Change("token T", "isLast = next >= p.num_tokens", "isLast = next > p.num_tokens", ADDRESS, OUTSIDE),
@@ -137,8 +137,8 @@ CHANGES = [
     Change("-2 is -1", "inputs.row == -1 ? 0.0F", "inputs.row < 0 ? 0.0F", PLAIN, ""),
     Change("gate on all", NORMAL_SUM, "float sum = sharedScale * routed.values[n] *", PLAIN, ""),
     Change("last route left out", "if (k >= p.top_k) {", "if (k + 1 >= p.top_k) {", PLAIN, ""),
-    Change("pads are hidden", "span.room ? toFloat(hidden[v].values[n]) : 0.0F", "span.room ? toFloat("
-           "hidden[v].values[n]) : 1.0F", PLAIN, ""),
+    Change("pads are hidden", "own.room ? toFloat(sum.values[n]) : 0.0F",
+           "own.room ? toFloat(sum.values[n]) : 1.0F", PLAIN, ""),
     Change("one CTA's sum", "hasWarp && rank < ctas", "hasWarp && rank < ctas / ctas", PLAIN, ""),
     Change("rows' dtype sums", ADD, f"toFloat(roundTo<A>({ADD}))", PLAIN, ""),
 ]  # fmt: skip
