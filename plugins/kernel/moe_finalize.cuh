@@ -6,6 +6,8 @@
 // is walked tile by tile: residual_out is written during the walk, the last tile stays in registers, and the others are
 // read back by the threads that wrote them. A CTA takes a token after another: while it works on one, its first threads
 // already read the next one's map and weights, and hand them to all others through shared memory, once for the CTA.
+// For each 16 bytes of a row that it holds a thread has up to 8 rows, shared_output and residual on their way at once;
+// where a token has few rows, those of two times 16 bytes.
 //
 // Order. Each token has one barrier, that of the norm's sum, which also hands over the next token's routes; what it
 // guards has two places in shared memory, used in turns, so that nobody writes what a slower thread still reads. In a

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from moetrt.errors import InputError
 from moetrt.library import Device, MoEFinalizeParams, PluginLibrary
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM
 from tests.plugins.driver import Driver, Plugin
@@ -232,7 +231,17 @@ def test_programmatic_dependent_launch_is_the_attributes(recording: Driver, spec
         assert params.programmatic_dependent_launch == value
 
 
-def test_a_tactic_is_refused_by_name(library: PluginLibrary) -> None:
-    params = MoEFinalizeParams(num_tokens=1, top_k=0)
-    with pytest.raises(InputError, match="top_k is 0"):
-        library.moe_finalize(params, tactic=1)
+@pytest.mark.parametrize(("tactic", "name"), [(99, "99"), (-1, "-1"), (4, "cluster_2"), (1, "cta_8")])
+def test_a_tactic_that_does_not_run_is_refused_by_name(gpu: ctypes.CDLL, tactic: int, name: str) -> None:
+    gpu.moetrt_last_error.restype = ctypes.c_char_p
+    gpu.moetrt_pretend_device(*A100)
+    params = MoEFinalizeParams(
+        num_tokens=1, top_k=1, num_rows=1, row_stride=7168, hidden_size=7168, dtype=BF16, weight_before_cast=1,
+        gemm2_permuted=1 << 20, residual_out=2 << 20,
+    )  # fmt: skip
+    assert gpu.moetrt_moe_finalize_with_tactic(ctypes.byref(params), tactic, None) != 0
+    assert gpu.moetrt_last_error().decode() == (
+        f"moetrt_moe_finalize: tactic {name} does not run these params on this device, "
+        "taken are those of moetrt_moe_finalize_tactics"
+    )
+    assert gpu.moetrt_moe_finalize_with_tactic(ctypes.byref(params), 2, None) == 0

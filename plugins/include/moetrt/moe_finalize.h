@@ -103,8 +103,8 @@ int32_t moetrt_moe_finalize_with_tactic(const moetrt_moe_finalize_params* params
 /*
  * The tactics worth timing for `params` on `device`, the default one first: writes up to `capacity` of them to
  * `tactics` and returns how many there are, at least 1; they are positive and differ. Looks at sizes, dtypes and the
- * alignment of pointers (null counts as aligned), and needs no GPU. Which is the default depends on `params` and
- * `device` alone.
+ * alignment of pointers (null counts as aligned), and needs no GPU. Neither struct may be null. Which is the default
+ * depends on `params` and `device` alone.
  */
 int32_t moetrt_moe_finalize_tactics(const moetrt_moe_finalize_params* params, const moetrt_device* device,
                                     int32_t* tactics, int32_t capacity);
