@@ -530,6 +530,178 @@ def test_norms_that_must_not_be_taken(change: str, words: str) -> None:
     declined(bad_norm(change), words)
 
 
+def stopped(what: str) -> Graph:
+    """A finalize and one node that no tail may take in; a full norm follows where the shapes allow it."""
+    g = Graph()
+    routed = g.routed()
+    residual = g.input("residual", ["T", HIDDEN])
+    if what == "itself":
+        value = g.add(routed, routed)
+    elif what == "reshape":
+        value = g.op("Reshape", g.op("Reshape", routed, g.ints(-1, HIDDEN // 2)), g.ints(-1, HIDDEN))
+    elif what == "cast":
+        value = g.cast(g.cast(routed, "float16"), "float32")
+    elif what == "zero":
+        value = g.mul(routed, g.const(0.0))
+    elif what == "higher rank":
+        value = g.op("Squeeze", g.mul(routed, g.const([[[2.0]]])), g.ints(0))
+    elif what == "divides":
+        value = g.op("Div", g.const(2.0), routed)
+    elif what == "relu":
+        value = g.op("Relu", routed)
+    elif what == "two gates":
+        shared = g.input("shared", ["T", HIDDEN])
+        for gate in ("gate", "other_gate"):
+            routed = g.add(routed, g.mul(g.op("Sigmoid", g.input(gate, ["T", 1])), shared))
+        value = routed
+    elif what == "inner":
+        branches = []
+        for name, read in (("inner", routed), ("other", residual)):
+            info = helper.make_tensor_value_info(name, TensorProto.FLOAT, ["T", HIDDEN])
+            branches.append(helper.make_graph([helper.make_node("Neg", [read], [name])], name, [], [info]))
+        flag = g.const(True, TensorProto.BOOL)
+        value = g.op("If", flag, then_branch=branches[0], else_branch=branches[1])
+    else:
+        value = residual
+    hidden = g.add(value, residual)
+    g.output(NormForm().write(g, hidden, rank=2), hidden)
+    return g
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("itself", "adds the sum to itself"),
+        ("reshape", "of ['T', 16]: the last dimension must stay H, a number"),
+        ("cast", "makes it FLOAT16 while the rows are FLOAT: mixed dtypes"),
+        ("zero", "multiplies by 0"),
+        ("higher rank", "changes the shape from ['T', 16] to [1, 'T', 16]"),
+        ("divides", "divides by the sum, or by 0"),
+        ("relu", "Relu 'node_relu_1' follows, which is no part of a MoE tail"),
+        ("two gates", "adds a second gated output"),
+        ("inner", "is read by Neg 'inner' in an inner graph"),
+        ("dead", "nothing reads 'moefinalizeadd_0'"),
+    ],
+)
+def test_nodes_that_stop_a_tail(what: str, words: str) -> None:
+    declined(stopped(what), words)
+
+
+def test_combine_scale_of_0_stays() -> None:
+    g = Graph()
+    g.inputs["shared"] = helper.make_tensor_value_info("shared", TensorProto.FLOAT, ["T", HIDDEN])
+    g.routed(has_shared_output=1, combine_scale=0.0)
+    g.nodes[0].input.append("shared")
+    g.output(g.add(g.nodes[0].output[0], g.input("residual", ["T", HIDDEN])))
+    declined(g, "the combine_scale of MoEFinalizeAdd 'node_moefinalizeadd_0' is 0")
+
+
+def other_norm(what: str) -> Graph:
+    """Norms in half precision, and fused ones, that the operator does not compute."""
+    g = Graph("float16", 23)
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    if what in ("axis 0", "stash_type"):
+        attributes = {"axis": 0} if what == "axis 0" else {"stash_type": 10}
+        scale = g.const(np.ones((6, HIDDEN))) if what == "axis 0" else g.vector(1)
+        g.output(g.op("RMSNormalization", hidden, scale, **attributes), hidden)
+        return g
+    wide = g.cast(hidden, "float32")
+    square = g.op("Mul", wide, wide)
+    if what == "keepdims":
+        mean = g.op("Unsqueeze", g.op("ReduceMean", square, g.ints(-1), keepdims=0), g.ints(-1))
+    elif what == "axes":
+        mean = g.op("ReduceMean", square, g.input("axes", [1], TensorProto.INT64), keepdims=1)
+    else:
+        mean = g.mean(square)
+    inverse = g.op("Reciprocal", g.op("Sqrt", g.add(mean, g.const(1e-5, TensorProto.FLOAT))))
+    normal = g.mul(wide, inverse)
+    if what == "bfloat16":
+        normal = g.cast(g.cast(normal, "bfloat16"), "float32")
+    if what == "no multiply":
+        g.output(g.op("Neg", normal), hidden)
+        return g
+    g.output(g.mul(normal, g.vector(1, TensorProto.FLOAT)), hidden)
+    return g
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("axis 0", "normalises from axis 0 on, not over the last one alone"),
+        ("stash_type", "has stash_type 10; 1 (float32) is taken"),
+        ("keepdims", "does not keep the last axis (keepdims=0)"),
+        ("axes", "the axes of ReduceMean 'node_reducemean_4' are not constant"),
+        ("bfloat16", "is rounded to BFLOAT16; the rows are FLOAT16"),
+        ("wide result", "stays FLOAT while the rows are FLOAT16; cast it to the rows' dtype"),
+        ("no multiply", "no Mul by gamma follows"),
+    ],
+)
+def test_other_norms_are_named(what: str, words: str) -> None:
+    model = other_norm(what).model()
+    site = only(map_model(model))
+    assert (site.operator, site.matched) == ("MoEFinalizeAdd", False)
+    assert words in (site.reason or ""), site.reason
+
+
+def test_gamma_of_another_half_dtype() -> None:
+    g = full_tail(NormForm(up=True, down="after", gamma_dtype="bfloat16"), dtype="float16")
+    declined(g, "is BFLOAT16; the rows' dtype or FLOAT is taken")
+
+
+def test_normalised_value_rounded_to_another_half_dtype() -> None:
+    g = Graph("float16")
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    wide = g.cast(hidden, "float32")
+    inverse = g.op("Reciprocal", g.op("Sqrt", g.mean(g.op("Mul", wide, wide))))
+    normal = g.cast(g.cast(g.mul(wide, inverse), "bfloat16"), "float32")
+    g.output(g.cast(g.mul(normal, g.vector(1, TensorProto.FLOAT)), "float16"), hidden)
+    site = only(map_model(g.model()))
+    assert "is rounded to BFLOAT16; the rows are FLOAT16" in (site.reason or "")
+    assert site.operator == "MoEFinalizeAdd"
+
+
+def test_norm_without_eps() -> None:
+    g = Graph()
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    inverse = g.op("Reciprocal", g.op("Sqrt", g.mean(g.op("Mul", hidden, hidden))))
+    g.output(g.mul(g.mul(hidden, inverse), g.vector(1)), hidden)
+    assert matched(g).attributes["eps"] == 0.0
+
+
+def test_inverse_rounded_before_it_multiplies() -> None:
+    """The hidden state itself is multiplied, in half precision, by an inverse that was computed in float32."""
+    g = Graph("float16")
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    wide = g.cast(hidden, "float32")
+    inverse = g.op("Reciprocal", g.op("Sqrt", g.add(g.mean(g.op("Mul", wide, wide)), g.const(1e-5, 1))))
+    g.output(g.mul(g.mul(hidden, g.cast(inverse, "float16")), g.vector(1)), hidden)
+    assert matched(g).attributes["weight_before_cast"] == 0
+
+
+def test_post_norm_is_no_sandwich() -> None:
+    """norm(x + moe(x)): what reads the norm is the next layer, and more than one node of it."""
+    g = Graph()
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    normal = NormForm().write(g, hidden, rank=2)
+    g.output(g.add(normal, g.op("Tanh", normal)))
+    matched(g)
+
+
+def test_shape_inference_that_stopped_before_is_a_note(tmp_path: Path) -> None:
+    """TopK of bfloat16 is in real exports and not in ONNX's list of types: it does not stop the mapping."""
+    proto = full_tail(NormForm(up=True, down="before"), dtype="bfloat16").proto()
+    proto.graph.input.append(helper.make_tensor_value_info("router", TensorProto.BFLOAT16, ["T", 4]))
+    proto.graph.initializer.append(helper.make_tensor("k", TensorProto.INT64, [1], [2]))
+    proto.graph.node.append(helper.make_node("TopK", ["router", "k"], ["top", "top_index"], name="topk"))
+    proto.graph.output.append(helper.make_tensor_value_info("top_index", TensorProto.INT64, ["T", 2]))
+    (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+    report = map_file(tmp_path / "model.onnx", tmp_path / "mapped.onnx")
+    assert report.complete
+    assert len(report.notes) == 1
+    assert "shape inference stops, as it does on the model before mapping" in report.notes[0]
+    assert "\n" not in report.notes[0]
+
+
 def test_overridable_initializers_are_not_constant() -> None:
     """An initializer that is a graph input too may be fed at run time."""
     g = full_tail()

@@ -317,7 +317,7 @@ class _Mapper:
         if seed is None:
             return
         if seed.problem is not None:
-            self.sites.append(Site(_name_of(seed), seed.form, None, False, seed.problem))
+            self.sites.append(_left_alone(seed, seed.problem))
             return
         self.sites.append(self._map_seed(seed))
 
@@ -337,7 +337,7 @@ class _Mapper:
                 return _site(self._write_finalize(seed, tail), seed.form, reason is None, reason)
             except MoetrtError as error:
                 reason = str(error)
-        return Site(_name_of(seed), seed.form, None, False, reason)
+        return _left_alone(seed, reason)
 
     def _write_norm(self, seed: Seed, tail: Tail, norm: RmsNorm) -> ir.Node:
         shared, residual = _split_terms(tail.terms)
@@ -537,9 +537,13 @@ def _scope(node: ir.Node) -> str:
     return "" if name == node.op_type else name.removesuffix(f"/{node.op_type}")
 
 
-def _name_of(seed: Seed) -> str:
+def _left_alone(seed: Seed, reason: str | None) -> Site:
+    """The site of a tail whose nodes stay as they are."""
+    if operator_of(seed.node) is not None:
+        return _site(seed.node, seed.form, False, reason)
     scope = _scope(seed.node)
-    return f"{scope} ({named(seed.node)})" if scope else named(seed.node)
+    name = f"{scope} ({named(seed.node)})" if scope else named(seed.node)
+    return Site(name, seed.form, None, False, reason)
 
 
 def _write_plugin_attributes(node: ir.Node) -> None:
