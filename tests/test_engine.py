@@ -13,18 +13,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from moetrt.engine import (
-    DEFAULT_RANGE,
-    build_engine,
-    check_functions,
-    check_registry,
-    make_profile,
-    parse_shapes,
-    read_sidecar,
-    run_as_functions,
-)
+from moetrt.engine import build_engine, read_sidecar
 from moetrt.errors import InputError, MoetrtError
 from moetrt.onnx_op import attach_functions, make_model, make_node, operator_of, remove_functions
+from moetrt.profiles import DEFAULT_RANGE, make_profile, parse_shapes
+from moetrt.registry import check_functions, check_registry, run_as_functions
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, Operand
 
 HIDDEN, TOP_K = 8, 2

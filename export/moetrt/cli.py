@@ -121,7 +121,7 @@ def _complain(message: str, code: int) -> int:
 
 def _shapes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Reads ``NAME:DIMS`` words, each of which may hold several separated by commas as trtexec's do."""
-    from moetrt.engine import parse_shapes
+    from moetrt.profiles import parse_shapes
 
     return parse_shapes(part for word in words for part in re.split(r",(?=[^,]*:)", word))
 
