@@ -136,6 +136,30 @@ def test_source_with_a_hard_linked_data_file_is_copied(external: Path, tmp_path:
     np.testing.assert_allclose(run(tmp_path / "out.onnx"), EXPECTED, rtol=1e-6)
 
 
+def test_external_data_of_a_constant_node_is_copied_too(tmp_path: Path) -> None:
+    proto = linear_model()
+    weight = proto.graph.initializer[0]
+    node = helper.make_node("Constant", [], ["weight"], value=weight)
+    del proto.graph.initializer[0]
+    proto.graph.node.insert(0, node)
+    (tmp_path / "in").mkdir()
+    options = {"save_as_external_data": True, "location": "w.bin", "size_threshold": 1024, "convert_attribute": True}
+    onnx.save(proto, tmp_path / "in" / "model.onnx", **options)
+    save_model(load_model(tmp_path / "in" / "model.onnx"), tmp_path / "out" / "model.onnx")
+    (tmp_path / "in" / "w.bin").unlink()
+    assert (tmp_path / "out" / "model.onnx.data").stat().st_size == WEIGHT.nbytes
+    back = load_model(tmp_path / "out" / "model.onnx")
+    np.testing.assert_array_equal(back.graph[0].attributes["value"].as_tensor().numpy(), WEIGHT)
+
+
+def test_string_initializers_stay_in_the_file(tmp_path: Path) -> None:
+    model = ir.from_proto(linear_model())
+    words = ir.StringTensor([b"word" * 500], shape=ir.Shape([1]), name="words")
+    model.graph.initializers["words"] = ir.Value(name="words", const_value=words)
+    back = load_model(save_model(model, tmp_path / "model.onnx"))
+    assert isinstance(back.graph.initializers["words"].const_value, ir.StringTensor)
+
+
 def one_line(error: pytest.ExceptionInfo[InputError]) -> str:
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -158,6 +182,23 @@ def test_files_that_are_not_onnx(tmp_path: Path, content: bytes, words: str) -> 
         load_model(path)
     assert words in one_line(error)
     assert "bad.onnx" in str(error.value)
+
+
+def test_model_that_is_not_well_formed(tmp_path: Path) -> None:
+    proto = linear_model()
+    proto.graph.initializer[0].data_type = 99
+    (tmp_path / "bad.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(InputError, match="is not well formed") as error:
+        load_model(tmp_path / "bad.onnx")
+    one_line(error)
+
+
+def test_data_file_cut_short_between_reading_and_saving(external: Path, tmp_path: Path) -> None:
+    model = load_model(external)
+    os.truncate(external.parent / "weights.bin", 100)
+    with pytest.raises(InputError, match="ended 16284 bytes early"):
+        save_model(model, tmp_path / "out" / "model.onnx")
+    assert os.listdir(tmp_path / "out") == []
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:

@@ -219,8 +219,6 @@ def _write_data(places: list[_Place], temporary: Path, data_path: Path) -> None:
 def _copy_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
     if isinstance(tensor, ir.ExternalTensor):
         _copy_range(Path(tensor.path), tensor.offset or 0, tensor.nbytes, file)
-    elif hasattr(tensor, "tofile"):
-        tensor.tofile(file)
     else:
         file.write(tensor.tobytes())
 
@@ -239,21 +237,34 @@ def _copy_range(source: Path, offset: int, length: int, file: BinaryIO) -> None:
 
 
 def without_external_data(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of ``proto`` whose external initializers are inputs, for tools that would look for their files."""
+    """A copy of ``proto`` whose external tensors are inputs of the graph, for tools that would look for their files."""
     lean = onnx.ModelProto()
     lean.CopyFrom(proto)
     inputs = {value.name for value in lean.graph.input}
-    kept = []
-    for tensor in lean.graph.initializer:
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            kept.append(tensor)
-        elif tensor.name not in inputs:
-            lean.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    if len(kept) != len(lean.graph.initializer):
-        kept = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in kept]
-        del lean.graph.initializer[:]
-        lean.graph.initializer.extend(kept)
+    for name, tensor in _take_out_external(lean.graph):
+        if name not in inputs:
+            lean.graph.input.append(onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
     return lean
+
+
+def _take_out_external(graph: onnx.GraphProto) -> list[tuple[str, onnx.TensorProto]]:
+    """Removes external initializers and Constant nodes, of inner graphs too, which may read the outer inputs."""
+    found: list[tuple[str, onnx.TensorProto]] = []
+    for index in reversed(range(len(graph.initializer))):
+        tensor = graph.initializer[index]
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            found.append((tensor.name, onnx.TensorProto.FromString(tensor.SerializeToString())))
+            del graph.initializer[index]
+    for index in reversed(range(len(graph.node))):
+        node = graph.node[index]
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                found += _take_out_external(inner)
+            if node.op_type == "Constant" and attribute.t.data_location == onnx.TensorProto.EXTERNAL:
+                found.append((node.output[0], onnx.TensorProto.FromString(attribute.t.SerializeToString())))
+        if found and found[-1][0] in node.output:
+            del graph.node[index]
+    return found
 
 
 def check_proto(proto: onnx.ModelProto, name: str | os.PathLike[str]) -> None:
