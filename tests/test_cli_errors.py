@@ -160,6 +160,17 @@ def test_export_options_that_are_not_taken(option: list[str], said: str, refused
     assert not list(tmp_path.glob("out/*"))
 
 
+def test_export_without_transformers_names_the_extra(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr("moetrt.source.load_source", absent)
+    line = refused("export", BLOCK, "-o", tmp_path / "out")
+    assert line == "moetrt: error: transformers is not installed; pip install 'moetrt[hf]'"
+
+
 # ----------------------------------------------------------------------------------------------------------- mapping
 
 
