@@ -64,6 +64,14 @@ def test_mapped_file(tmp_path: Path) -> None:
     assert "in  gamma: FLOAT [16]" in text
 
 
+def test_bfloat16_file(tmp_path: Path) -> None:
+    model = full_tail(NormForm(up=True, down="before"), dtype="bfloat16").model()
+    map_model(model)
+    found = inspected(model, tmp_path)
+    assert found.tails[0].dtype == "BFLOAT16"
+    assert "no bfloat16 arithmetic for the rest of the model" in found.readers[ONNX_RUNTIME]
+
+
 def test_file_without_functions(tmp_path: Path) -> None:
     found = inspected(mapped_model(function=False), tmp_path)
     assert found.readers[TENSORRT_PLUGIN] == "the plugin"

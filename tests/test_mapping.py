@@ -351,6 +351,68 @@ def test_case24_eps_of_every_layer_is_kept() -> None:
     assert_same_numbers(model, after)
 
 
+STEPS = ["scale", "divide", "shared", "gated", "residual", "scaled residual", "tokens", "batch", "reader", "identity"]
+ENDS = ["norm", "norm and reader", "two norms", "layer norm", "norm then add", "norm then bias", "nothing"]
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.booleans()), max_size=7),
+    end=st.sampled_from(ENDS),
+    form=st.sampled_from(list(CASE25.values())),
+)
+def test_whatever_follows_the_finalize_the_numbers_stay(
+    steps: list[tuple[str, bool]], end: str, form: NormForm
+) -> None:
+    """Any chain of what may follow a finalize, in any order: mapped or declined, the outputs are the same."""
+    g = Graph()
+    g.input("like", ["B", "S", HIDDEN])
+    value, rank = g.routed(), 2
+
+    def fresh(name: str, width: int = HIDDEN) -> str:
+        return g.input(f"{name}_{len(g.inputs)}", [*(["T"] if rank == 2 else ["B", "S"]), width])
+
+    for step, swap in steps:
+        if step == "scale":
+            value = g.mul(value, g.const(1.5), swap)
+        elif step == "divide":
+            value = g.op("Div", value, g.const([0.75]))
+        elif step in ("shared", "residual"):
+            value = g.add(value, fresh(step), swap)
+        elif step == "gated":
+            value = g.add(value, g.mul(g.op("Sigmoid", fresh("gate", 1)), fresh("shared"), swap), swap)
+        elif step == "scaled residual":
+            value = g.add(value, g.mul(fresh("residual"), g.const(0.5), swap), swap)
+        elif step == "tokens":
+            value, rank = g.op("Reshape", value, g.ints(-1, HIDDEN)), 2
+        elif step == "batch":
+            value, rank = g.to_tokens(value, "like"), 3
+        elif step == "reader":
+            g.output(g.op("Neg", value))
+        else:
+            value = g.op("Identity", value)
+    if end in ("nothing", "norm and reader"):
+        g.output(value)
+    if end == "layer norm":
+        g.output(g.op("LayerNormalization", value, g.vector(1), g.vector(2)))
+    elif end != "nothing":
+        normal = form.write(g, value, rank=rank)
+        if end == "norm then add":
+            normal = g.add(fresh("late"), normal)
+        elif end == "norm then bias":
+            normal = g.add(normal, g.vector(3))
+        elif end == "two norms":
+            g.output(NormForm().write(g, value, seed=7, rank=rank))
+        g.output(normal)
+    model = g.model()
+    after, report = mapped(model)
+    site = only(report)
+    assert site.operator in ("MoEFinalizeAdd", "MoEFinalizeAddRMSNorm")
+    assert site.matched == (site.reason is None)
+    for difference in compare_models(model, after, feeds(model)):
+        assert difference.relative <= 1e-5, str(difference)
+
+
 # What reads the hidden state
 
 

@@ -199,6 +199,8 @@ def _readers(model: ir.Model, tails: list[TailNode]) -> dict[str, str]:
     whole = functions == len(tails)
     if whole:
         onnx_runtime = FUNCTION
+        if any(tail.dtype == "BFLOAT16" for tail in tails):
+            onnx_runtime += "; on a CPU it has no bfloat16 arithmetic for the rest of the model"
     else:
         onnx_runtime = f"cannot run it: {len(tails) - functions} of {len(tails)} nodes have no function"
     by_plugin = sum(

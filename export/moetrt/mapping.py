@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
 
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import write_atomically
@@ -43,6 +44,9 @@ EXPECTED_KEY = "moetrt.tails_expected"
 """Key of the model's metadata under which capture writes how many tails the model has."""
 
 MAPPED_FORM = "mapped before"
+"""Form of a tail that was a plugin node with its norm already."""
+
+_OLDEST_OPSET = 17
 
 
 @dataclass(frozen=True)
@@ -226,9 +230,6 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     return report
 
 
-_OLDEST_OPSET = 17
-
-
 def check_operator_node(node: ir.Node) -> None:
     """Checks the inputs and attributes of one of moetrt's nodes, as far as the graph says their dtypes and shapes.
 
@@ -268,7 +269,6 @@ def _expected(model: ir.Model) -> int | None:
 
 def _inline_functions_with_tails(model: ir.Model) -> None:
     """A tail may begin in one model-local function and end in another: the walk needs one graph."""
-    from onnx_ir.passes.common import InlinePass
 
     def has_seed(function: ir.Function) -> bool:
         return any(operator_of(node) is not None or gather.seed_at(node) is not None for node in function)
