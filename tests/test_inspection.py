@@ -87,9 +87,12 @@ def test_case30_function_without_plugin_attributes(tmp_path: Path, missing: list
         del the_node(model).attributes[name]
     found = inspected(model, tmp_path)
     assert len(found.warnings) == 1
-    assert f"has a function but no {' and no '.join(missing)}: TensorRT will run the function" in found.warnings[0]
-    if "plugin_version" in missing:
+    if "plugin_namespace" in missing:
+        assert f"has a function but no {' and no '.join(missing)}: TensorRT will run the function" in found.warnings[0]
         assert found.readers[TENSORRT_PLUGIN] == "the plugin for 0 nodes, the function body for 1"
+    else:
+        assert "has no plugin_version; moetrt map writes both" in found.warnings[0]
+        assert found.readers[TENSORRT_PLUGIN] == "the plugin"
 
 
 def test_case30_function_of_the_same_name_in_another_domain(tmp_path: Path) -> None:
