@@ -18,7 +18,7 @@ from moetrt.inspection import (
     inspect_file,
     spelling_differences,
 )
-from moetrt.mapping import EXPECTED_KEY, map_model
+from moetrt.mapping import TAILS_EXPECTED, map_model
 from moetrt.onnx_files import save_model
 from moetrt.onnx_op import operator_of
 from tests.mapping_graphs import HIDDEN, Graph, NormForm, full_tail
@@ -30,7 +30,7 @@ def inspected(model: ir.Model, folder: Path) -> Inspection:
 
 def mapped_model(*, function: bool = True) -> ir.Model:
     model = full_tail().model()
-    model.metadata_props[EXPECTED_KEY] = "1"
+    model.metadata_props[TAILS_EXPECTED] = "1"
     map_model(model, function=function)
     return model
 
@@ -191,7 +191,7 @@ def test_unmapped_and_unmatched_tails_are_named(tmp_path: Path) -> None:
     hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
     g.output(g.op("LayerNormalization", hidden, g.vector(1), g.vector(2)), hidden)
     model = g.model()
-    model.metadata_props[EXPECTED_KEY] = "2"
+    model.metadata_props[TAILS_EXPECTED] = "2"
     map_model(model)
     found = inspected(model, tmp_path)
     assert any("is MoEFinalizeAdd without its norm: LayerNormalization" in warning for warning in found.warnings)

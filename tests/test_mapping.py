@@ -16,7 +16,8 @@ from onnx import TensorProto, helper
 
 from moetrt.equivalence import compare_models
 from moetrt.errors import InputError, InputTypeError
-from moetrt.mapping import EXPECTED_KEY, MappingReport, Site, inference_problem, map_file, map_model
+from moetrt.mapping import TAILS_EXPECTED, inference_problem, map_file, map_model
+from moetrt.mapping_report import MappingReport, Site
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
 from tests.mapping_graphs import FLOAT, HIDDEN, Graph, NormForm, feeds, full_tail
@@ -917,7 +918,7 @@ def test_94_layers_are_mapped_in_one_walk(monkeypatch: pytest.MonkeyPatch) -> No
     steps = {}
     for count in (47, 94):
         model = layers(count).model()
-        model.metadata_props[EXPECTED_KEY] = str(count)
+        model.metadata_props[TAILS_EXPECTED] = str(count)
         nodes, asked = len(model.graph), 0
         report = map_model(model)
         steps[count] = asked
@@ -990,7 +991,7 @@ def test_case21_nothing_found_is_never_silent(tmp_path: Path) -> None:
     model = g.model()
     report = map_model(model)
     assert (report.found, report.mapped, report.complete) == (0, 0, False)
-    model.metadata_props[EXPECTED_KEY] = "3"
+    model.metadata_props[TAILS_EXPECTED] = "3"
     report = map_model(model)
     assert report.summary() == "tails: 0 found, 3 expected, 0 mapped"
     assert not report.complete
@@ -998,7 +999,7 @@ def test_case21_nothing_found_is_never_silent(tmp_path: Path) -> None:
 
 def test_case21_fewer_than_expected() -> None:
     model = full_tail().model()
-    model.metadata_props[EXPECTED_KEY] = "2"
+    model.metadata_props[TAILS_EXPECTED] = "2"
     report = map_model(model)
     assert (report.found, report.expected, report.mapped, report.complete) == (1, 2, 1, False)
 
@@ -1007,7 +1008,7 @@ def test_case21_report_as_json(tmp_path: Path) -> None:
     graph = bad_norm("axis")
     source, report_path = tmp_path / "model.onnx", tmp_path / "reports" / "report.json"
     model = graph.model()
-    model.metadata_props[EXPECTED_KEY] = "1"
+    model.metadata_props[TAILS_EXPECTED] = "1"
     save_model(model, source)
     report = map_file(source, tmp_path / "mapped.onnx", report_path=report_path)
     written = json.loads(report_path.read_text())

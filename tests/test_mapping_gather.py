@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moetrt.equivalence import compare_models, run_model
-from moetrt.mapping import MappingReport, Site, inference_problem, map_model
+from moetrt.mapping import inference_problem, map_model
+from moetrt.mapping_report import MappingReport, Site
 from moetrt.onnx_op import operator_of
 from tests.mapping_graphs import Graph, NormForm
 

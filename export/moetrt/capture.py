@@ -15,6 +15,7 @@ from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
 from moetrt.files import output_directory
 from moetrt.huggingface import CausalLM
+from moetrt.mapping import TAILS_EXPECTED, sort_topk
 from moetrt.onnx_files import save_model
 from moetrt.onnx_op import attach_functions, named_inputs, operator_of, translation_table
 from moetrt.quiet import quiet
@@ -23,9 +24,6 @@ from moetrt.spec import DATA_DTYPES
 
 MODEL_FILE = "model.onnx"
 """The file's name in the folder; its weights lie beside it in ``model.onnx.data``."""
-
-TAILS_EXPECTED = "moetrt.tails_expected"
-"""Metadata of the ONNX model: how many tails the source said there are."""
 
 DEFAULT_OPSET = 22
 OPSETS = range(18, 26)
@@ -147,7 +145,7 @@ def capture(
     _strip(model, _depth(source.module))
     _name_operators(model)
     _check_operators(model)
-    _sort_top_k(model)
+    sort_topk(model)
     attach_functions(model)
     if source.tails_expected is not None:
         model.metadata_props[TAILS_EXPECTED] = str(source.tails_expected)
@@ -310,13 +308,6 @@ def _check_operators(model: ir.Model) -> None:
                 f"{node.op_type} '{node.name}': its rows were {was}; {', '.join(DATA_DTYPES)} are taken: convert the "
                 "model first"
             )
-
-
-def _sort_top_k(model: ir.Model) -> None:
-    """Sets ``sorted`` on every TopK: TensorRT takes no other, and a sorted result is an unsorted one too."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.op_type == "TopK" and node.domain in ("", "ai.onnx"):
-            node.attributes["sorted"] = ir.AttrInt64("sorted", 1)
 
 
 def _has_external_data(model: ir.Model) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 import onnx_ir as ir
 
 from moetrt.errors import MoetrtError
-from moetrt.mapping import EXPECTED_KEY, MAPPED_FORM, check_operator_node, map_model
+from moetrt.mapping import TAILS_EXPECTED, check_operator_node, map_model
+from moetrt.mapping_report import MAPPED_FORM
 from moetrt.onnx_files import load_model
 from moetrt.onnx_op import named_inputs, operator_of, read_attributes
 from moetrt.segments.reading import dims
@@ -128,7 +129,7 @@ def inspect_file(path: str | os.PathLike[str]) -> Inspection:
         warnings += spelling_differences(node)
         if operator_of(node) is not None:
             tails.append(_tail(node, model, warnings))
-    expected = model.metadata_props.get(EXPECTED_KEY)
+    expected = model.metadata_props.get(TAILS_EXPECTED)
     inspection = Inspection(
         path=os.fspath(Path(path)),
         ir_version=model.ir_version,

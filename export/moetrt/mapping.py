@@ -1,10 +1,7 @@
 """Every MoE tail of an ONNX graph becomes one plugin node, or is listed with the reason why not."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -12,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from moetrt.errors import InputError, MoetrtError
-from moetrt.files import write_atomically
+from moetrt.mapping_report import MAPPED_FORM, MappingReport, Site
 from moetrt.onnx_files import load_model, save_model, without_external_data
 from moetrt.onnx_op import (
     OPSET_VERSION,
@@ -40,119 +37,10 @@ from moetrt.spec import (
 )
 from moetrt.spec import Operand as KnownOperand
 
-EXPECTED_KEY = "moetrt.tails_expected"
+TAILS_EXPECTED = "moetrt.tails_expected"
 """Key of the model's metadata under which capture writes how many tails the model has."""
 
-MAPPED_FORM = "mapped before"
-"""Form of a tail that was a plugin node with its norm already."""
-
 _OLDEST_OPSET = 17
-
-
-@dataclass(frozen=True)
-class Site:
-    """One MoE tail of the graph.
-
-    Attributes:
-        name: the plugin node's name, else the name of the node where the tail was found.
-        form: how the graph spelled it: "finalize node", "gather", or "mapped before".
-        operator: the plugin node that is there now, or None.
-        matched: whether all that belongs to the tail is in that node.
-        reason: where not, the first thing that kept it out, in words.
-        attributes: the node's attributes, without its ``has_*`` flags.
-        inputs: by name: value, dtype and shape.
-        outputs: likewise.
-    """
-
-    name: str
-    form: str
-    operator: str | None
-    matched: bool
-    reason: str | None
-    attributes: dict[str, float | int] = field(default_factory=dict)
-    inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def became(self) -> str:
-        """In words, what the tail is now and, where something was left out, why."""
-        if self.matched:
-            return str(self.operator)
-        return f"{self.operator} without its norm: {self.reason}" if self.operator else f"not mapped: {self.reason}"
-
-    @property
-    def dtype(self) -> str | None:
-        """The rows' dtype in ONNX's spelling."""
-        rows = self.inputs.get("gemm2_permuted")
-        return rows["dtype"] if rows else None
-
-    @property
-    def shapes(self) -> dict[str, list[int | str | None] | None]:
-        """The shapes of all inputs and outputs by name."""
-        return {name: entry["shape"] for name, entry in (self.inputs | self.outputs).items()}
-
-
-@dataclass
-class MappingReport:
-    """What became of a model's tails.
-
-    Attributes:
-        sites: every tail, in the order of the graph.
-        expected: how many tails the model has according to capture; None where nobody said.
-        sorted_topk: how many TopK nodes were made to sort, because TensorRT takes no others.
-        notes: what else the user should know.
-    """
-
-    sites: list[Site]
-    expected: int | None = None
-    sorted_topk: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def found(self) -> int:
-        return len(self.sites)
-
-    @property
-    def mapped(self) -> int:
-        """How many tails are wholly in their plugin node."""
-        return sum(site.matched for site in self.sites)
-
-    @property
-    def unmatched(self) -> list[Site]:
-        return [site for site in self.sites if not site.matched]
-
-    @property
-    def complete(self) -> bool:
-        """Whether there are tails, as many as expected, and all are mapped."""
-        expected = self.found if self.expected is None else self.expected
-        return self.mapped == self.found == expected and (self.found > 0 or self.expected == 0)
-
-    def summary(self) -> str:
-        """One line: how many were found, expected and mapped."""
-        expected = "unknown" if self.expected is None else str(self.expected)
-        return f"tails: {self.found} found, {expected} expected, {self.mapped} mapped"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
-        return {
-            "found": self.found,
-            "expected": self.expected,
-            "mapped": self.mapped,
-            "complete": self.complete,
-            "sorted_topk": self.sorted_topk,
-            "notes": list(self.notes),
-            "sites": [asdict(site) for site in self.sites],
-        }
-
-    def write_json(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the report to ``path``.
-
-        Raises:
-            InputError: the folder cannot be written.
-        """
-        with write_atomically(path) as temporary:
-            temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-        return Path(path)
 
 
 def map_file(
@@ -222,7 +110,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
         for node in list(graph):
             if node.graph is graph:
                 mapper.map_node(node)
-    report = MappingReport(mapper.sites, _expected(model), _sort_topk(model))
+    report = MappingReport(mapper.sites, _expected(model), sort_topk(model))
     if function:
         attach_functions(model)
     else:
@@ -263,7 +151,7 @@ def _forget_functions(model: ir.Model) -> None:
 
 
 def _expected(model: ir.Model) -> int | None:
-    text = model.metadata_props.get(EXPECTED_KEY)
+    text = model.metadata_props.get(TAILS_EXPECTED)
     return int(text) if text is not None and text.isdecimal() else None
 
 
@@ -570,8 +458,12 @@ def _described(value: ir.Value) -> dict[str, Any]:
     return {"value": value.name, "dtype": value.dtype.name if value.dtype is not None else None, "shape": dims(value)}
 
 
-def _sort_topk(model: ir.Model) -> int:
-    """TensorRT takes TopK with sorted=1 only; sorted output is one of the orders that sorted=0 allows."""
+def sort_topk(model: ir.Model) -> int:
+    """Makes every TopK sort: TensorRT takes no other, and sorted is one of the orders that sorted=0 allows.
+
+    Returns:
+        how many did not before.
+    """
     changed = 0
     for node in _all_nodes(model):
         if node.op_type == "TopK" and node.domain == "" and node.attributes.get_int("sorted", 1) == 0:
