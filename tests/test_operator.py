@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 
 import moetrt
+import moetrt.torch_op
 from moetrt.reference import reference
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OPERATORS
 from tests.operator_cases import Case, gold, make_case, random_cases
