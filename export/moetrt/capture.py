@@ -13,10 +13,10 @@ import torch
 
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
-from moetrt.files import output_directory
+from moetrt.files import as_path, output_directory, output_file
 from moetrt.huggingface import CausalLM
 from moetrt.mapping import TAILS_EXPECTED, sort_topk
-from moetrt.onnx_files import save_model
+from moetrt.onnx_files import data_path_of, save_model
 from moetrt.onnx_op import attach_functions, named_inputs, operator_of, translation_table
 from moetrt.quiet import quiet
 from moetrt.source import FlatModule, Source, check_dynamic, first_sentence
@@ -75,17 +75,20 @@ def export(
         InputError: the folder cannot be written, an argument is not taken, or torch could not export the module: one
             line with the cause, from which the original is chained.
     """
-    folder = Path(directory)
+    folder = as_path(directory, "output folder")
+    path = folder / MODEL_FILE
     with _folder(folder):
+        # Asked before the export, which may take long.
+        output_file(path)
+        output_file(data_path_of(path))
         model = capture(source, opset=opset, dynamic=dynamic, experts=experts, progress=progress)
         if progress:
             progress("writing weights")
-        path = folder / MODEL_FILE
         save_model(model, path)
-        data: Path | None = folder / f"{MODEL_FILE}.data"
+        data: Path | None = data_path_of(path)
         if not _has_external_data(model):
             # One that lies there belonged to the file that was just replaced.
-            (folder / f"{MODEL_FILE}.data").unlink(missing_ok=True)
+            data_path_of(path).unlink(missing_ok=True)
             data = None
     return ExportResult(
         model_path=path,

@@ -16,9 +16,9 @@ import onnx_ir as ir
 
 from moetrt.backends import TENSORRT, Backend, Progress, choose, gpus
 from moetrt.errors import InputError
-from moetrt.files import existing_file, output_directory, write_atomically
+from moetrt.files import Named, check_distinct, existing_file, output_directory, output_file, write_atomically
 from moetrt.library import PluginLibrary, find_plugin_library, library_sha256, load_plugin_library
-from moetrt.onnx_files import load_model
+from moetrt.onnx_files import files_of, load_model
 from moetrt.onnx_op import check_node, operator_of
 from moetrt.profiles import Profile, make_profile
 from moetrt.registry import check_functions, check_registry, has_ours, our_nodes, plugin_ids, run_as_functions
@@ -88,26 +88,26 @@ def build_engine(
     """
     say = progress or (lambda _: None)
     source = existing_file(onnx_path, "ONNX model")
-    target = Path(engine_path)
-    if target.is_dir():
-        raise InputError(f"output file '{target}' is a folder")
-    if target.exists() and target.samefile(source):
-        raise InputError(f"output file '{target}' is the ONNX model itself; another name is taken")
+    target = output_file(engine_path)
+    sidecar = output_file(target.with_name(target.name + ".json"), "description of the engine")
     model = load_model(source)
+    library = _library_path(plugin_library)
+    libraries: list[Named] = [("plugin library", library)] if library else []
+    check_distinct(
+        [*files_of(model, source), *libraries], [("output file", target), ("description of the engine", sidecar)]
+    )
     for node in our_nodes(model):
         if operator_of(node) is not None:
             # The plugin refuses the same, but TensorRT says so in several lines of its own.
             check_node(node)
     bounds = [{name: p[i] for name, p in (profiles or {}).items() if p[i] is not None} for i in range(3)]
     profile = make_profile(model, *bounds)  # type: ignore[arg-type]
-    library = _library_path(plugin_library)
     chosen = choose(backend, progress=progress)
     target_names = _target_names(chosen, targets)
     if chosen.name == TENSORRT and not gpus():
         raise InputError("backend tensorrt builds on a GPU and none is to be seen; tensorrt-rtx builds without one")
     # Asked before the build, which may take long.
     output_directory(target.parent)
-    sidecar = target.with_name(target.name + ".json")
 
     say(f"reading {source.name} with {chosen.name} {chosen.version}")
     with _TensorRT(chosen) as tensorrt:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import onnx
@@ -9,8 +10,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from moetrt.errors import InputError, MoetrtError
+from moetrt.files import Named, check_distinct, output_file, write_atomically
 from moetrt.mapping_report import MAPPED_FORM, MappingReport, Site
-from moetrt.onnx_files import load_model, save_model, without_external_data
+from moetrt.onnx_files import OLDEST_OPSET, data_path_of, files_of, load_model, save_model, without_external_data
 from moetrt.onnx_op import (
     OPSET_VERSION,
     attach_functions,
@@ -40,8 +42,6 @@ from moetrt.spec import Operand as KnownOperand
 TAILS_EXPECTED = "moetrt.tails_expected"
 """Key of the model's metadata under which capture writes how many tails the model has."""
 
-_OLDEST_OPSET = 17
-
 
 def map_file(
     source_path: str | os.PathLike[str],
@@ -60,19 +60,46 @@ def map_file(
         report_path: where to write the report as JSON.
 
     Raises:
-        InputError: the file cannot be read or is not ONNX, the result is not valid, or a folder cannot be written.
+        InputError: the file cannot be read or is not ONNX, the result is not valid, a folder cannot be written, or two
+            of the files (the model, its data files, the mapped model, its data file, the report) are the same, other
+            than the model mapped onto itself. No file is written or changed then.
+        InputTypeError: a path is no path.
     """
     model = load_model(source_path)
-    report = map_model(model, function=function)
+    _check_files(model, source_path, output_path, report_path)
+    try:
+        report = map_model(model, function=function)
+    except MoetrtError as error:
+        raise type(error)(f"ONNX model '{os.fspath(source_path)}': {error}") from error
     problem = inference_problem(model)
     if problem is not None:
         if inference_problem(load_model(source_path)) is None:
             raise InputError(f"mapping '{os.fspath(source_path)}' gave a model whose shapes do not fit: {problem}")
         report.notes.append(f"shape inference stops, as it does on the model before mapping: {problem}")
-    save_model(model, output_path)
-    if report_path is not None:
-        report.write_json(report_path)
+    with ExitStack() as stack:
+        if report_path is not None:
+            # Renamed after the model is, but its place is known to be writable before.
+            report.write_json(stack.enter_context(write_atomically(report_path)))
+        save_model(model, output_path)
     return report
+
+
+def _check_files(
+    model: ir.Model,
+    source_path: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    report_path: str | os.PathLike[str] | None,
+) -> None:
+    inputs = files_of(model, source_path)
+    output = output_file(output_path)
+    data: Named = ("data file of the output", data_path_of(output))
+    reports: list[Named] = [] if report_path is None else [("report", output_file(report_path, "report"))]
+    if output.exists() and output.samefile(source_path):
+        # Mapped onto itself: `save_model` reads the old data before it replaces it.
+        check_distinct(inputs[1:], [("output file", output)])
+        check_distinct([*inputs, data], reports)
+    else:
+        check_distinct(inputs, [("output file", output), data, *reports])
 
 
 def inference_problem(model: ir.Model) -> str | None:
@@ -97,8 +124,8 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
         InputError: the model's opset is too old, or an operator node in it is broken.
     """
     opset = model.graph.opset_imports.get("", 0)
-    if opset < _OLDEST_OPSET:
-        raise InputError(f"the model's opset was {opset}; {_OLDEST_OPSET} or later is taken")
+    if opset < OLDEST_OPSET:
+        raise InputError(f"the opset was {opset}; {OLDEST_OPSET} or later is taken")
     for node in _all_nodes(model):
         if operator_of(node) is not None:
             check_operator_node(node)
