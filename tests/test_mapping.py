@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -1095,6 +1096,76 @@ def test_small_constants_in_a_linked_data_file_are_read(tmp_path: Path) -> None:
     report = map_file(source, tmp_path / "other" / "mapped.onnx")
     assert only(report).attributes["eps"] == 1e-5
     assert_same_numbers(full_tail().model(), load_model(tmp_path / "other" / "mapped.onnx"))
+
+
+@pytest.fixture
+def shared_folder(tmp_path: Path) -> Path:
+    """A model with weights.bin, mapped beside it, so that both files name the one data file."""
+    g = full_tail()
+    g.output(g.op("MatMul", g.outputs[0], g.const(np.ones((HIDDEN, 64)), name="matrix")))
+    onnx.save(
+        g.proto(), tmp_path / "model.onnx", save_as_external_data=True, location="model.onnx.data", size_threshold=64
+    )
+    map_file(tmp_path / "model.onnx", tmp_path / "mapped.onnx")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "report", "said"),
+    [
+        ("model.onnx", "model.onnx.data", None, "output file 'model.onnx.data' is the data file of 'model.onnx' its"),
+        ("mapped.onnx", "model.onnx.data", None, "output file 'model.onnx.data' is the data file of 'mapped.onnx' i"),
+        ("mapped.onnx", "model.onnx", None, "data file of the output 'model.onnx.data' is the data file of 'mapped."),
+        ("mapped.onnx", "out.onnx", "model.onnx.data", "report 'model.onnx.data' is the data file of 'mapped.onnx' "),
+        ("model.onnx", "out.onnx", "out.onnx", "report 'out.onnx' is the output file itself; another name is taken"),
+        ("model.onnx", "out.onnx", "out.onnx.data", "report 'out.onnx.data' is the data file of the output itself"),
+        ("model.onnx", "out.onnx", "model.onnx", "report 'model.onnx' is the ONNX model itself; another name is tak"),
+        ("model.onnx", "model.onnx", "./model.onnx", "report 'model.onnx' is the ONNX model itself"),
+        ("model.onnx", "model.onnx", "model.onnx.data", "report 'model.onnx.data' is the data file of 'model.onnx'"),
+        ("model.onnx", "link.onnx", "model.onnx", "report 'model.onnx' is the ONNX model itself"),
+        ("model.onnx", "out.onnx", "model.onnx/report", "output folder 'model.onnx' cannot be written"),
+        ("model.onnx", "new/out.onnx", "/dev/full", "report '/dev/full' is a device"),
+    ],
+)
+def test_no_file_of_the_run_replaces_another(
+    shared_folder: Path, source: str, output: str, report: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shared_folder)
+    Path("link.onnx").symlink_to("model.onnx")
+    before = {path.name: path.read_bytes() for path in shared_folder.iterdir()}
+    with pytest.raises(InputError) as error:
+        map_file(source, output, report_path=report)
+    assert str(error.value).startswith(said)
+    assert {path.name: path.read_bytes() for path in shared_folder.iterdir()} == before
+
+
+def test_a_link_to_the_model_is_the_model(shared_folder: Path) -> None:
+    link = shared_folder / "link.onnx"
+    link.symlink_to("model.onnx")
+    before = load_model(shared_folder / "mapped.onnx")
+    assert map_file(link, shared_folder / "model.onnx", report_path=shared_folder / "report.json").complete
+    assert_same_numbers(before, load_model(link))
+
+
+@pytest.mark.parametrize("value", [None, 3, b"x", ["a"]], ids=str)
+def test_what_is_no_path_is_named(shared_folder: Path, value: Any) -> None:
+    model, output = shared_folder / "model.onnx", shared_folder / "out.onnx"
+    with pytest.raises(InputTypeError, match=r"^ONNX model was .*; a path is taken"):
+        map_file(value, output)
+    with pytest.raises(InputTypeError, match=r"^output file was .*; a path is taken"):
+        map_file(model, value)
+    if value is not None:
+        with pytest.raises(InputTypeError, match=r"^report was .*; a path is taken"):
+            map_file(model, output, report_path=value)
+    assert not output.exists()
+
+
+def test_what_mapping_refuses_names_the_file(tmp_path: Path) -> None:
+    g = full_tail()
+    g.nodes[0].attribute.append(helper.make_attribute("has_shared_output", 1))
+    (tmp_path / "bad.onnx").write_bytes(g.proto().SerializeToString())
+    with pytest.raises(InputError, match=r"^ONNX model '.*bad.onnx': node 'node_moefinalizeadd_0'"):
+        map_file(tmp_path / "bad.onnx", tmp_path / "out.onnx")
 
 
 def test_bad_files_are_one_line(tmp_path: Path) -> None:

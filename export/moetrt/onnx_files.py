@@ -218,9 +218,11 @@ def save_model(model: ir.Model, path: str | os.PathLike[str]) -> Path:
             proto = ir.to_proto(model)
             check_proto(proto, target)
             temporary.write_bytes(proto.SerializeToString(deterministic=True))
-    except BaseException:
+    except BaseException as error:
         for place in places:
             place.put(place.tensor)
+        if isinstance(error, OSError):
+            raise InputError(f"'{target}' cannot be written: {error.strerror or error}") from error
         raise
     for place in places:
         if isinstance(place.tensor, ir.ExternalTensor):
