@@ -56,6 +56,9 @@ class Graph:
     def cast(self, value: str, dtype: str) -> str:
         return self.op("Cast", value, to=FLOAT[dtype])
 
+    def cast_int32(self, value: str) -> str:
+        return self.op("Cast", value, to=TensorProto.INT32)
+
     def mean(self, value: str, axis: int = -1) -> str:
         if self.opset < 18:
             return self.op("ReduceMean", value, axes=[axis], keepdims=1)

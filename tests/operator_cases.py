@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OperatorSpec
 
@@ -68,6 +69,43 @@ def make_case(
             tensors["residual"] = normal(*shape).to(dtype)
         tensors["gamma"] = (1 + 0.1 * normal(hidden)).to(gamma_dtype or dtype)
     return Case(FINALIZE_ADD_RMS_NORM if norm else FINALIZE_ADD, tensors, attributes)
+
+
+@st.composite
+def random_cases(draw: st.DrawFn) -> Case:
+    """Cases of every operator, dtype, optional input and attribute; small sizes, down to no tokens."""
+    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    either = st.sampled_from([dtype, torch.float32])
+    hidden, norm, tokens = draw(st.integers(1, 40)), draw(st.booleans()), draw(st.integers(0, 9))
+    attributes: dict[str, Any] = {
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "combine_scale": draw(st.sampled_from([1.0, 0.22])),
+        "apply_expert_weights": draw(st.booleans()),
+    }
+    if norm:
+        attributes |= {"residual_scale": draw(st.sampled_from([1.0, 0.5])), "eps": draw(st.sampled_from([1e-5, 0.1]))}
+        attributes |= {"weight_bias": draw(st.sampled_from([0.0, 1.0])), "weight_before_cast": draw(st.booleans())}
+    return make_case(
+        tokens=tokens,
+        top_k=draw(st.integers(1, 9)),
+        rows=draw(st.integers(1, 60)),
+        hidden=hidden,
+        # MoEFinalizeAdd without a shared output is as wide as the rows.
+        stride=hidden + draw(st.integers(0, 9)) if norm else hidden,
+        dtype=dtype,
+        weights_dtype=draw(either),
+        gate_dtype=draw(either),
+        gamma_dtype=draw(either),
+        mapped=draw(st.booleans()),
+        absent=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        shared=draw(st.booleans()),
+        gate=draw(st.booleans()),
+        residual=draw(st.booleans()),
+        norm=norm,
+        leading=draw(st.sampled_from([(tokens,), (1, tokens), (tokens, 1)])),
+        seed=draw(st.integers(0, 1000)),
+        **attributes,
+    )
 
 
 def gold(case: Case) -> tuple[np.ndarray, ...]:

@@ -1,6 +1,8 @@
 """Modules that use the contract, exported; and how an export treats its folder, its options and its failures."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -278,3 +280,25 @@ def test_operators_are_named_after_their_modules() -> None:
     model = capture(as_source((Layers(), inputs, dynamic)))
     names = [node.name for node in model.graph if operator_of(node)]
     assert names == ["tails.0", "tails.1", "tails.1_2"]
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transformers":
+            raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+sys.meta_path.insert(0, Missing())
+from moetrt.capture import export
+from moetrt.source import load_source
+
+print(export(load_source("tests.models.contract:front"), sys.argv[1]).operators)
+"""
+
+
+def test_contract_modules_need_no_transformers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "1", done.stderr

@@ -14,8 +14,9 @@ import onnxruntime
 import pytest
 import torch
 
-from moetrt.capture import TAILS_EXPECTED, ExportResult, export
+from moetrt.capture import ExportResult, export
 from moetrt.experts import experts_modules
+from moetrt.mapping import TAILS_EXPECTED
 from moetrt.onnx_files import load_model
 from moetrt.onnx_op import operator_of
 from moetrt.source import Source, load_source

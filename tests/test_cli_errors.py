@@ -160,6 +160,17 @@ def test_export_options_that_are_not_taken(option: list[str], said: str, refused
     assert not list(tmp_path.glob("out/*"))
 
 
+def test_export_without_transformers_names_the_extra(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr("moetrt.source.load_source", absent)
+    line = refused("export", BLOCK, "-o", tmp_path / "out")
+    assert line == "moetrt: error: transformers is not installed; pip install 'moetrt[hf]'"
+
+
 # ----------------------------------------------------------------------------------------------------------- mapping
 
 
@@ -288,6 +299,36 @@ def test_a_report_that_cannot_be_written(refused: Refused, mapped_block: Path, u
     out = unwritable.parent.parent / "out.onnx"
     line = refused("map", mapped_block, "-o", out, "--report", unwritable / "report.json")
     assert "cannot be written" in line
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["export", "map", "build", "demo"])
+def test_outputs_that_are_no_file_of_the_users(refused: Refused, mapped_block: Path, command: str) -> None:
+    source = {"export": [BLOCK], "demo": []}.get(command, [mapped_block])
+    assert "was ''; a path is taken" in refused(command, *source, "-o", "")
+    if command in ("map", "build"):
+        assert "'/dev/full' is a device" in refused(command, *source, "-o", "/dev/full")
+        assert Path("/dev/full").is_char_device()
+
+
+def test_an_output_that_another_file_of_the_run_is(refused: Refused, mapped_block: Path) -> None:
+    out = mapped_block.with_name("out.onnx")
+    before = mapped_block.read_bytes()
+    for report in (mapped_block, out, f"{out}.data"):
+        assert f"report '{report}' is the" in refused("map", mapped_block, "-o", out, "--report", report)
+    assert "is the ONNX model itself" in refused("build", mapped_block, "-o", mapped_block)
+    assert not out.exists()
+    assert mapped_block.read_bytes() == before
+
+
+def test_an_invalid_model_is_named_by_every_command(refused: Refused, plain_onnx: Path) -> None:
+    model = onnx.load(plain_onnx)
+    model.graph.node[0].input[0] = "zzz"
+    onnx.save(model, plain_onnx)
+    for words in (["map", plain_onnx, "-o", "out.onnx"], ["inspect", plain_onnx], ["build", plain_onnx, "-o", "out"]):
+        line = refused(*words)
+        assert f"ONNX model '{plain_onnx}' is not valid" in line, words
+        assert "'zzz'" in line, words
 
 
 def test_the_installed_command_exits_with_2_and_one_line(tmp_path: Path) -> None:

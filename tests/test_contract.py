@@ -152,8 +152,50 @@ def test_objects_of_other_libraries_are_accepted() -> None:
 def test_the_front_names_what_is_not_the_contract() -> None:
     with pytest.raises(TypeError, match="moe_output was a Tensor; an object with the fields routed"):
         moetrt.finalize_add(torch.empty(1))
-    with pytest.raises(TypeError, match=r"moe_output.routed was a Tensor.*do_finalize=False"):
-        moetrt.finalize_add(MoEOutput(torch.empty(TOKENS, HIDDEN)))
+    rows, weights, index = deferred()
+    with pytest.raises(
+        TypeError, match=r"moe_output.routed was a list \(no gemm2_permuted\); an object with the tensors"
+    ):
+        moetrt.finalize_add(MoEOutput([rows, weights, index]))
+    with pytest.raises(TypeError, match=r"UnfinalizedMoEOutput \(its expert_weights was a NoneType\)"):
+        moetrt.finalize_add(MoEOutput(UnfinalizedMoEOutput(rows, None, index)))
+    with pytest.raises(ValueError, match=r"moe_output.routed was \[8\]; a finalized tensor \[..., H\] is taken"):
+        moetrt.finalize_add(MoEOutput(torch.empty(HIDDEN)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_finalized_output_goes_through_the_same_front(dtype: torch.dtype) -> None:
+    routed, shared, residual = (torch.randn(2, TOKENS, HIDDEN).to(dtype) for _ in range(3))
+    norm, hidden = moetrt.finalize_add_rms_norm(MoEOutput(routed, shared, 2.5), residual, torch.ones(HIDDEN), 1e-5)
+    wanted = (routed.float() * 2.5 + shared.float() + residual.float()).to(dtype)
+    assert torch.equal(hidden, wanted)
+    torch.testing.assert_close(norm, torch.nn.functional.rms_norm(wanted.float(), (HIDDEN,), eps=1e-5).to(dtype))
+    assert torch.equal(moetrt.finalize_add(MoEOutput(routed)), routed.flatten(0, 1))
+
+
+@pytest.mark.parametrize("name", ["expert_weights", "expanded_idx_to_permuted_idx", "shared", "residual", "gamma"])
+def test_operands_on_another_device_are_refused(name: str) -> None:
+    rows, weights, index = deferred()
+    tensors = {"expert_weights": weights, "expanded_idx_to_permuted_idx": index}
+    tensors |= {"shared": rows[:TOKENS], "residual": rows[:TOKENS], "gamma": torch.ones(HIDDEN)}
+    tensors[name] = tensors[name].to("meta")
+    routed = UnfinalizedMoEOutput(rows, tensors["expert_weights"], tensors["expanded_idx_to_permuted_idx"])
+    with pytest.raises(ValueError, match=rf"input {name}\w* was on meta; cpu, where gemm2_permuted is, is taken"):
+        moetrt.finalize_add_rms_norm(MoEOutput(routed, tensors["shared"]), tensors["residual"], tensors["gamma"])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_front_compiles_in_one_graph(dynamic: bool) -> None:
+    buffers, gamma = deferred(), torch.rand(HIDDEN)
+
+    def tail(rows: torch.Tensor, residual: torch.Tensor, factor: float) -> torch.Tensor:
+        routed = UnfinalizedMoEOutput(rows, *buffers[1:])
+        return moetrt.finalize_add_rms_norm(MoEOutput(routed, None, factor), residual, gamma, eps=1e-5)[0]
+
+    compiled = torch.compile(tail, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    residual = torch.randn(TOKENS, HIDDEN).to(torch.bfloat16)
+    for factor in (2.5, 1.0):
+        assert torch.equal(compiled(buffers[0], residual, factor), tail(buffers[0], residual, factor))
 
 
 def test_the_contract_imports_torch_alone() -> None:

@@ -13,18 +13,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from moetrt.engine import (
-    DEFAULT_RANGE,
-    build_engine,
-    check_functions,
-    check_registry,
-    make_profile,
-    parse_shapes,
-    read_sidecar,
-    run_as_functions,
-)
-from moetrt.errors import InputError, MoetrtError
+from moetrt.engine import build_engine, read_sidecar
+from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.onnx_op import attach_functions, make_model, make_node, operator_of, remove_functions
+from moetrt.profiles import DEFAULT_RANGE, make_profile, parse_shapes
+from moetrt.registry import check_functions, check_registry, run_as_functions
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, Operand
 
 HIDDEN, TOP_K = 8, 2
@@ -483,6 +476,32 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
         f"output file '{model}' is the ONNX model itself; another name is taken"
     )
     assert model.read_bytes() == before
+
+
+def test_the_engine_replaces_no_file_that_it_is_made_from(
+    tmp_path: Path, plugin_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    model = one_tail()
+    weight = ir.Value(name="w", const_value=ir.tensor(np.ones((3, 400), np.float32), name="w"))
+    model.graph.initializers["w"] = weight
+    ir.save(model, "m.onnx", external_data="w.bin", size_threshold_bytes=0)
+    source, library = Path("m.onnx").rename("a.engine.json"), tmp_path / "ours.so"
+    library.write_bytes(plugin_library.read_bytes())
+    (tmp_path / "link").symlink_to("folder/../w.bin")
+    for engine, said in (
+        ("w.bin", "output file 'w.bin' is the data file of 'a.engine.json' itself, "),
+        ("link", "output file 'link' is the data file of 'a.engine.json' itself, "),
+        ("a.engine", "description of the engine 'a.engine.json' is the ONNX model itself"),
+        ("ours.so", "output file 'ours.so' is the plugin library itself"),
+    ):
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+        assert refused(source, Path(engine), plugin_library=library).startswith(said)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    assert "is a device" in refused(source, Path("/dev/full"), plugin_library=None)
+    with pytest.raises(InputTypeError, match="output file was None"):
+        build_engine(source, None)  # type: ignore[arg-type]
 
 
 def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

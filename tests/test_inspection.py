@@ -18,7 +18,7 @@ from moetrt.inspection import (
     inspect_file,
     spelling_differences,
 )
-from moetrt.mapping import EXPECTED_KEY, map_model
+from moetrt.mapping import TAILS_EXPECTED, map_model
 from moetrt.onnx_files import save_model
 from moetrt.onnx_op import operator_of
 from tests.mapping_graphs import HIDDEN, Graph, NormForm, full_tail
@@ -30,7 +30,7 @@ def inspected(model: ir.Model, folder: Path) -> Inspection:
 
 def mapped_model(*, function: bool = True) -> ir.Model:
     model = full_tail().model()
-    model.metadata_props[EXPECTED_KEY] = "1"
+    model.metadata_props[TAILS_EXPECTED] = "1"
     map_model(model, function=function)
     return model
 
@@ -64,6 +64,14 @@ def test_mapped_file(tmp_path: Path) -> None:
     assert "in  gamma: FLOAT [16]" in text
 
 
+def test_bfloat16_file(tmp_path: Path) -> None:
+    model = full_tail(NormForm(up=True, down="before"), dtype="bfloat16").model()
+    map_model(model)
+    found = inspected(model, tmp_path)
+    assert found.tails[0].dtype == "BFLOAT16"
+    assert "no bfloat16 arithmetic for the rest of the model" in found.readers[ONNX_RUNTIME]
+
+
 def test_file_without_functions(tmp_path: Path) -> None:
     found = inspected(mapped_model(function=False), tmp_path)
     assert found.readers[TENSORRT_PLUGIN] == "the plugin"
@@ -79,9 +87,12 @@ def test_case30_function_without_plugin_attributes(tmp_path: Path, missing: list
         del the_node(model).attributes[name]
     found = inspected(model, tmp_path)
     assert len(found.warnings) == 1
-    assert f"has a function but no {' and no '.join(missing)}: TensorRT will run the function" in found.warnings[0]
-    if "plugin_version" in missing:
+    if "plugin_namespace" in missing:
+        assert f"has a function but no {' and no '.join(missing)}: TensorRT will run the function" in found.warnings[0]
         assert found.readers[TENSORRT_PLUGIN] == "the plugin for 0 nodes, the function body for 1"
+    else:
+        assert "has no plugin_version; moetrt map writes both" in found.warnings[0]
+        assert found.readers[TENSORRT_PLUGIN] == "the plugin"
 
 
 def test_case30_function_of_the_same_name_in_another_domain(tmp_path: Path) -> None:
@@ -180,7 +191,7 @@ def test_unmapped_and_unmatched_tails_are_named(tmp_path: Path) -> None:
     hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
     g.output(g.op("LayerNormalization", hidden, g.vector(1), g.vector(2)), hidden)
     model = g.model()
-    model.metadata_props[EXPECTED_KEY] = "2"
+    model.metadata_props[TAILS_EXPECTED] = "2"
     map_model(model)
     found = inspected(model, tmp_path)
     assert any("is MoEFinalizeAdd without its norm: LayerNormalization" in warning for warning in found.warnings)

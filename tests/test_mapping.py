@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +17,8 @@ from onnx import TensorProto, helper
 
 from moetrt.equivalence import compare_models
 from moetrt.errors import InputError, InputTypeError
-from moetrt.mapping import EXPECTED_KEY, MappingReport, Site, inference_problem, map_file, map_model
+from moetrt.mapping import TAILS_EXPECTED, inference_problem, map_file, map_model
+from moetrt.mapping_report import MappingReport, Site
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
 from tests.mapping_graphs import FLOAT, HIDDEN, Graph, NormForm, feeds, full_tail
@@ -351,6 +353,68 @@ def test_case24_eps_of_every_layer_is_kept() -> None:
     assert_same_numbers(model, after)
 
 
+STEPS = ["scale", "divide", "shared", "gated", "residual", "scaled residual", "tokens", "batch", "reader", "identity"]
+ENDS = ["norm", "norm and reader", "two norms", "layer norm", "norm then add", "norm then bias", "nothing"]
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.booleans()), max_size=7),
+    end=st.sampled_from(ENDS),
+    form=st.sampled_from(list(CASE25.values())),
+)
+def test_whatever_follows_the_finalize_the_numbers_stay(
+    steps: list[tuple[str, bool]], end: str, form: NormForm
+) -> None:
+    """Any chain of what may follow a finalize, in any order: mapped or declined, the outputs are the same."""
+    g = Graph()
+    g.input("like", ["B", "S", HIDDEN])
+    value, rank = g.routed(), 2
+
+    def fresh(name: str, width: int = HIDDEN) -> str:
+        return g.input(f"{name}_{len(g.inputs)}", [*(["T"] if rank == 2 else ["B", "S"]), width])
+
+    for step, swap in steps:
+        if step == "scale":
+            value = g.mul(value, g.const(1.5), swap)
+        elif step == "divide":
+            value = g.op("Div", value, g.const([0.75]))
+        elif step in ("shared", "residual"):
+            value = g.add(value, fresh(step), swap)
+        elif step == "gated":
+            value = g.add(value, g.mul(g.op("Sigmoid", fresh("gate", 1)), fresh("shared"), swap), swap)
+        elif step == "scaled residual":
+            value = g.add(value, g.mul(fresh("residual"), g.const(0.5), swap), swap)
+        elif step == "tokens":
+            value, rank = g.op("Reshape", value, g.ints(-1, HIDDEN)), 2
+        elif step == "batch":
+            value, rank = g.to_tokens(value, "like"), 3
+        elif step == "reader":
+            g.output(g.op("Neg", value))
+        else:
+            value = g.op("Identity", value)
+    if end in ("nothing", "norm and reader"):
+        g.output(value)
+    if end == "layer norm":
+        g.output(g.op("LayerNormalization", value, g.vector(1), g.vector(2)))
+    elif end != "nothing":
+        normal = form.write(g, value, rank=rank)
+        if end == "norm then add":
+            normal = g.add(fresh("late"), normal)
+        elif end == "norm then bias":
+            normal = g.add(normal, g.vector(3))
+        elif end == "two norms":
+            g.output(NormForm().write(g, value, seed=7, rank=rank))
+        g.output(normal)
+    model = g.model()
+    after, report = mapped(model)
+    site = only(report)
+    assert site.operator in ("MoEFinalizeAdd", "MoEFinalizeAddRMSNorm")
+    assert site.matched == (site.reason is None)
+    for difference in compare_models(model, after, feeds(model)):
+        assert difference.relative <= 1e-5, str(difference)
+
+
 # What reads the hidden state
 
 
@@ -530,6 +594,178 @@ def test_norms_that_must_not_be_taken(change: str, words: str) -> None:
     declined(bad_norm(change), words)
 
 
+def stopped(what: str) -> Graph:
+    """A finalize and one node that no tail may take in; a full norm follows where the shapes allow it."""
+    g = Graph()
+    routed = g.routed()
+    residual = g.input("residual", ["T", HIDDEN])
+    if what == "itself":
+        value = g.add(routed, routed)
+    elif what == "reshape":
+        value = g.op("Reshape", g.op("Reshape", routed, g.ints(-1, HIDDEN // 2)), g.ints(-1, HIDDEN))
+    elif what == "cast":
+        value = g.cast(g.cast(routed, "float16"), "float32")
+    elif what == "zero":
+        value = g.mul(routed, g.const(0.0))
+    elif what == "higher rank":
+        value = g.op("Squeeze", g.mul(routed, g.const([[[2.0]]])), g.ints(0))
+    elif what == "divides":
+        value = g.op("Div", g.const(2.0), routed)
+    elif what == "relu":
+        value = g.op("Relu", routed)
+    elif what == "two gates":
+        shared = g.input("shared", ["T", HIDDEN])
+        for gate in ("gate", "other_gate"):
+            routed = g.add(routed, g.mul(g.op("Sigmoid", g.input(gate, ["T", 1])), shared))
+        value = routed
+    elif what == "inner":
+        branches = []
+        for name, read in (("inner", routed), ("other", residual)):
+            info = helper.make_tensor_value_info(name, TensorProto.FLOAT, ["T", HIDDEN])
+            branches.append(helper.make_graph([helper.make_node("Neg", [read], [name])], name, [], [info]))
+        flag = g.const(True, TensorProto.BOOL)
+        value = g.op("If", flag, then_branch=branches[0], else_branch=branches[1])
+    else:
+        value = residual
+    hidden = g.add(value, residual)
+    g.output(NormForm().write(g, hidden, rank=2), hidden)
+    return g
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("itself", "adds the sum to itself"),
+        ("reshape", "of ['T', 16]: the last dimension must stay H, a number"),
+        ("cast", "makes it FLOAT16 while the rows are FLOAT: mixed dtypes"),
+        ("zero", "multiplies by 0"),
+        ("higher rank", "changes the shape from ['T', 16] to [1, 'T', 16]"),
+        ("divides", "divides by the sum, or by 0"),
+        ("relu", "Relu 'node_relu_1' follows, which is no part of a MoE tail"),
+        ("two gates", "adds a second gated output"),
+        ("inner", "is read by Neg 'inner' in an inner graph"),
+        ("dead", "nothing reads 'moefinalizeadd_0'"),
+    ],
+)
+def test_nodes_that_stop_a_tail(what: str, words: str) -> None:
+    declined(stopped(what), words)
+
+
+def test_combine_scale_of_0_stays() -> None:
+    g = Graph()
+    g.inputs["shared"] = helper.make_tensor_value_info("shared", TensorProto.FLOAT, ["T", HIDDEN])
+    g.routed(has_shared_output=1, combine_scale=0.0)
+    g.nodes[0].input.append("shared")
+    g.output(g.add(g.nodes[0].output[0], g.input("residual", ["T", HIDDEN])))
+    declined(g, "the combine_scale of MoEFinalizeAdd 'node_moefinalizeadd_0' is 0")
+
+
+def other_norm(what: str) -> Graph:
+    """Norms in half precision, and fused ones, that the operator does not compute."""
+    g = Graph("float16", 23)
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    if what in ("axis 0", "stash_type"):
+        attributes = {"axis": 0} if what == "axis 0" else {"stash_type": 10}
+        scale = g.const(np.ones((6, HIDDEN))) if what == "axis 0" else g.vector(1)
+        g.output(g.op("RMSNormalization", hidden, scale, **attributes), hidden)
+        return g
+    wide = g.cast(hidden, "float32")
+    square = g.op("Mul", wide, wide)
+    if what == "keepdims":
+        mean = g.op("Unsqueeze", g.op("ReduceMean", square, g.ints(-1), keepdims=0), g.ints(-1))
+    elif what == "axes":
+        mean = g.op("ReduceMean", square, g.input("axes", [1], TensorProto.INT64), keepdims=1)
+    else:
+        mean = g.mean(square)
+    inverse = g.op("Reciprocal", g.op("Sqrt", g.add(mean, g.const(1e-5, TensorProto.FLOAT))))
+    normal = g.mul(wide, inverse)
+    if what == "bfloat16":
+        normal = g.cast(g.cast(normal, "bfloat16"), "float32")
+    if what == "no multiply":
+        g.output(g.op("Neg", normal), hidden)
+        return g
+    g.output(g.mul(normal, g.vector(1, TensorProto.FLOAT)), hidden)
+    return g
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("axis 0", "normalises from axis 0 on, not over the last one alone"),
+        ("stash_type", "has stash_type 10; 1 (float32) is taken"),
+        ("keepdims", "does not keep the last axis (keepdims=0)"),
+        ("axes", "the axes of ReduceMean 'node_reducemean_4' are not constant"),
+        ("bfloat16", "is rounded to BFLOAT16; the rows are FLOAT16"),
+        ("wide result", "stays FLOAT while the rows are FLOAT16; cast it to the rows' dtype"),
+        ("no multiply", "no Mul by gamma follows"),
+    ],
+)
+def test_other_norms_are_named(what: str, words: str) -> None:
+    model = other_norm(what).model()
+    site = only(map_model(model))
+    assert (site.operator, site.matched) == ("MoEFinalizeAdd", False)
+    assert words in (site.reason or ""), site.reason
+
+
+def test_gamma_of_another_half_dtype() -> None:
+    g = full_tail(NormForm(up=True, down="after", gamma_dtype="bfloat16"), dtype="float16")
+    declined(g, "is BFLOAT16; the rows' dtype or FLOAT is taken")
+
+
+def test_normalised_value_rounded_to_another_half_dtype() -> None:
+    g = Graph("float16")
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    wide = g.cast(hidden, "float32")
+    inverse = g.op("Reciprocal", g.op("Sqrt", g.mean(g.op("Mul", wide, wide))))
+    normal = g.cast(g.cast(g.mul(wide, inverse), "bfloat16"), "float32")
+    g.output(g.cast(g.mul(normal, g.vector(1, TensorProto.FLOAT)), "float16"), hidden)
+    site = only(map_model(g.model()))
+    assert "is rounded to BFLOAT16; the rows are FLOAT16" in (site.reason or "")
+    assert site.operator == "MoEFinalizeAdd"
+
+
+def test_norm_without_eps() -> None:
+    g = Graph()
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    inverse = g.op("Reciprocal", g.op("Sqrt", g.mean(g.op("Mul", hidden, hidden))))
+    g.output(g.mul(g.mul(hidden, inverse), g.vector(1)), hidden)
+    assert matched(g).attributes["eps"] == 0.0
+
+
+def test_inverse_rounded_before_it_multiplies() -> None:
+    """The hidden state itself is multiplied, in half precision, by an inverse that was computed in float32."""
+    g = Graph("float16")
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    wide = g.cast(hidden, "float32")
+    inverse = g.op("Reciprocal", g.op("Sqrt", g.add(g.mean(g.op("Mul", wide, wide)), g.const(1e-5, 1))))
+    g.output(g.mul(g.mul(hidden, g.cast(inverse, "float16")), g.vector(1)), hidden)
+    assert matched(g).attributes["weight_before_cast"] == 0
+
+
+def test_post_norm_is_no_sandwich() -> None:
+    """norm(x + moe(x)): what reads the norm is the next layer, and more than one node of it."""
+    g = Graph()
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    normal = NormForm().write(g, hidden, rank=2)
+    g.output(g.add(normal, g.op("Tanh", normal)))
+    matched(g)
+
+
+def test_shape_inference_that_stopped_before_is_a_note(tmp_path: Path) -> None:
+    """TopK of bfloat16 is in real exports and not in ONNX's list of types: it does not stop the mapping."""
+    proto = full_tail(NormForm(up=True, down="before"), dtype="bfloat16").proto()
+    proto.graph.input.append(helper.make_tensor_value_info("router", TensorProto.BFLOAT16, ["T", 4]))
+    proto.graph.initializer.append(helper.make_tensor("k", TensorProto.INT64, [1], [2]))
+    proto.graph.node.append(helper.make_node("TopK", ["router", "k"], ["top", "top_index"], name="topk"))
+    proto.graph.output.append(helper.make_tensor_value_info("top_index", TensorProto.INT64, ["T", 2]))
+    (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+    report = map_file(tmp_path / "model.onnx", tmp_path / "mapped.onnx")
+    assert report.complete
+    assert len(report.notes) == 1
+    assert "shape inference stops, as it does on the model before mapping" in report.notes[0]
+    assert "\n" not in report.notes[0]
+
+
 def test_overridable_initializers_are_not_constant() -> None:
     """An initializer that is a graph input too may be fed at run time."""
     g = full_tail()
@@ -683,7 +919,7 @@ def test_94_layers_are_mapped_in_one_walk(monkeypatch: pytest.MonkeyPatch) -> No
     steps = {}
     for count in (47, 94):
         model = layers(count).model()
-        model.metadata_props[EXPECTED_KEY] = str(count)
+        model.metadata_props[TAILS_EXPECTED] = str(count)
         nodes, asked = len(model.graph), 0
         report = map_model(model)
         steps[count] = asked
@@ -756,7 +992,7 @@ def test_case21_nothing_found_is_never_silent(tmp_path: Path) -> None:
     model = g.model()
     report = map_model(model)
     assert (report.found, report.mapped, report.complete) == (0, 0, False)
-    model.metadata_props[EXPECTED_KEY] = "3"
+    model.metadata_props[TAILS_EXPECTED] = "3"
     report = map_model(model)
     assert report.summary() == "tails: 0 found, 3 expected, 0 mapped"
     assert not report.complete
@@ -764,7 +1000,7 @@ def test_case21_nothing_found_is_never_silent(tmp_path: Path) -> None:
 
 def test_case21_fewer_than_expected() -> None:
     model = full_tail().model()
-    model.metadata_props[EXPECTED_KEY] = "2"
+    model.metadata_props[TAILS_EXPECTED] = "2"
     report = map_model(model)
     assert (report.found, report.expected, report.mapped, report.complete) == (1, 2, 1, False)
 
@@ -773,7 +1009,7 @@ def test_case21_report_as_json(tmp_path: Path) -> None:
     graph = bad_norm("axis")
     source, report_path = tmp_path / "model.onnx", tmp_path / "reports" / "report.json"
     model = graph.model()
-    model.metadata_props[EXPECTED_KEY] = "1"
+    model.metadata_props[TAILS_EXPECTED] = "1"
     save_model(model, source)
     report = map_file(source, tmp_path / "mapped.onnx", report_path=report_path)
     written = json.loads(report_path.read_text())
@@ -862,13 +1098,83 @@ def test_small_constants_in_a_linked_data_file_are_read(tmp_path: Path) -> None:
     assert_same_numbers(full_tail().model(), load_model(tmp_path / "other" / "mapped.onnx"))
 
 
+@pytest.fixture
+def shared_folder(tmp_path: Path) -> Path:
+    """A model with weights.bin, mapped beside it, so that both files name the one data file."""
+    g = full_tail()
+    g.output(g.op("MatMul", g.outputs[0], g.const(np.ones((HIDDEN, 64)), name="matrix")))
+    onnx.save(
+        g.proto(), tmp_path / "model.onnx", save_as_external_data=True, location="model.onnx.data", size_threshold=64
+    )
+    map_file(tmp_path / "model.onnx", tmp_path / "mapped.onnx")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "report", "said"),
+    [
+        ("model.onnx", "model.onnx.data", None, "output file 'model.onnx.data' is the data file of 'model.onnx' its"),
+        ("mapped.onnx", "model.onnx.data", None, "output file 'model.onnx.data' is the data file of 'mapped.onnx' i"),
+        ("mapped.onnx", "model.onnx", None, "data file of the output 'model.onnx.data' is the data file of 'mapped."),
+        ("mapped.onnx", "out.onnx", "model.onnx.data", "report 'model.onnx.data' is the data file of 'mapped.onnx' "),
+        ("model.onnx", "out.onnx", "out.onnx", "report 'out.onnx' is the output file itself; another name is taken"),
+        ("model.onnx", "out.onnx", "out.onnx.data", "report 'out.onnx.data' is the data file of the output itself"),
+        ("model.onnx", "out.onnx", "model.onnx", "report 'model.onnx' is the ONNX model itself; another name is tak"),
+        ("model.onnx", "model.onnx", "./model.onnx", "report 'model.onnx' is the ONNX model itself"),
+        ("model.onnx", "model.onnx", "model.onnx.data", "report 'model.onnx.data' is the data file of 'model.onnx'"),
+        ("model.onnx", "link.onnx", "model.onnx", "report 'model.onnx' is the ONNX model itself"),
+        ("model.onnx", "out.onnx", "model.onnx/report", "output folder 'model.onnx' cannot be written"),
+        ("model.onnx", "new/out.onnx", "/dev/full", "report '/dev/full' is a device"),
+    ],
+)
+def test_no_file_of_the_run_replaces_another(
+    shared_folder: Path, source: str, output: str, report: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shared_folder)
+    Path("link.onnx").symlink_to("model.onnx")
+    before = {path.name: path.read_bytes() for path in shared_folder.iterdir()}
+    with pytest.raises(InputError) as error:
+        map_file(source, output, report_path=report)
+    assert str(error.value).startswith(said)
+    assert {path.name: path.read_bytes() for path in shared_folder.iterdir()} == before
+
+
+def test_a_link_to_the_model_is_the_model(shared_folder: Path) -> None:
+    link = shared_folder / "link.onnx"
+    link.symlink_to("model.onnx")
+    before = load_model(shared_folder / "mapped.onnx")
+    assert map_file(link, shared_folder / "model.onnx", report_path=shared_folder / "report.json").complete
+    assert_same_numbers(before, load_model(link))
+
+
+@pytest.mark.parametrize("value", [None, 3, b"x", ["a"]], ids=str)
+def test_what_is_no_path_is_named(shared_folder: Path, value: Any) -> None:
+    model, output = shared_folder / "model.onnx", shared_folder / "out.onnx"
+    with pytest.raises(InputTypeError, match=r"^ONNX model was .*; a path is taken"):
+        map_file(value, output)
+    with pytest.raises(InputTypeError, match=r"^output file was .*; a path is taken"):
+        map_file(model, value)
+    if value is not None:
+        with pytest.raises(InputTypeError, match=r"^report was .*; a path is taken"):
+            map_file(model, output, report_path=value)
+    assert not output.exists()
+
+
+def test_what_mapping_refuses_names_the_file(tmp_path: Path) -> None:
+    g = full_tail()
+    g.nodes[0].attribute.append(helper.make_attribute("has_shared_output", 1))
+    (tmp_path / "bad.onnx").write_bytes(g.proto().SerializeToString())
+    with pytest.raises(InputError, match=r"^ONNX model '.*bad.onnx': node 'node_moefinalizeadd_0'"):
+        map_file(tmp_path / "bad.onnx", tmp_path / "out.onnx")
+
+
 def test_bad_files_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         map_file(tmp_path / "no.onnx", tmp_path / "out.onnx")
     old = full_tail(opset=17).proto()
     old.opset_import[0].version = 12
     (tmp_path / "old.onnx").write_bytes(old.SerializeToString())
-    with pytest.raises(InputError, match="opset was 12; 17 or later is taken"):
+    with pytest.raises(InputError, match=r"old.onnx': its opset was 12; 17 to \d+ are taken"):
         map_file(tmp_path / "old.onnx", tmp_path / "out.onnx")
     assert not (tmp_path / "out.onnx").exists()
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moetrt.equivalence import compare_models, run_model
-from moetrt.mapping import MappingReport, Site, inference_problem, map_model
+from moetrt.mapping import inference_problem, map_model
+from moetrt.mapping_report import MappingReport, Site
 from moetrt.onnx_op import operator_of
 from tests.mapping_graphs import Graph, NormForm
 
@@ -309,3 +310,89 @@ def test_gathered_rows_with_another_reader_stay() -> None:
     model = g.model()
     assert map_model(model).mapped == 1
     assert [node.op_type for node in model.graph] == ["Max", "Gather", "MoEFinalizeAddRMSNorm", "Neg"]
+
+
+def gathered(g: Graph, index: str, weights: str) -> Graph:
+    """Rows of ``index`` times ``weights``, summed, added to the residual and normalised."""
+    picked = g.mul(g.op("Gather", "rows", index), weights)
+    hidden = g.add(g.op("ReduceSum", picked, g.ints(1), keepdims=0), g.input("residual", ["T", HIDDEN]))
+    g.output(NormForm().write(g, hidden, rank=2), hidden)
+    return g
+
+
+@pytest.mark.parametrize("bound", ["R - 1", "R - 1 by Gather", "constant", "too low", "none"])
+def test_upper_bounds_of_the_clamp(bound: str) -> None:
+    """A clamp to [0, R-1] changes no entry that the contract allows; a lower bound does."""
+    g = Graph()
+    rows = g.input("rows", [ROWS if bound in ("constant", "too low") else "R", HIDDEN])
+    index = g.input("map", ["T", TOP_K], 6)
+    if bound == "R - 1":
+        last = [g.cast_int32(g.op("Sub", g.op("Squeeze", g.op("Shape", rows, end=1)), g.const(1, 7)))]
+    elif bound == "R - 1 by Gather":
+        last = [g.cast_int32(g.op("Sub", g.op("Gather", g.op("Shape", rows), g.const(0, 7)), g.const(1, 7)))]
+    else:
+        last = {"constant": [g.const(ROWS - 1, 6)], "too low": [g.const(3, 6)], "none": []}[bound]
+    at = g.op("Clip", index, g.const(0, 6), *last)
+    mask = g.op("Unsqueeze", g.op("Cast", g.op("Less", g.const(-1, 6), index), to=1), g.ints(-1))
+    weights = g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1))
+    model = gathered(g, at, g.mul(mask, weights)).model()
+    site = map_model(model).sites[0]
+    if bound == "too low":
+        assert "is made from another value than the map" in (site.reason or "")
+    else:
+        assert site.matched, site.reason
+        assert site.inputs["expanded_idx_to_permuted_idx"]["value"] == "map"
+
+
+def test_flat_map_and_weights_of_three_dimensions() -> None:
+    """One number a route in the routes' order, in whatever shape, is given to the operator as [T, K]."""
+    g = Graph()
+    g.input("rows", ["R", HIDDEN])
+    index = g.op("Reshape", g.op("Max", g.input("map", ["N"], 7), g.const(0, 7)), g.ints(-1, TOP_K))
+    weights = g.op("Reshape", g.input("weights", ["B", "S", TOP_K]), g.ints(-1, TOP_K, 1))
+    model = gathered(g, index, weights).model()
+    report = map_model(model)
+    assert report.mapped == 1, report.sites
+    random = np.random.default_rng(0)
+    feeds = {
+        "rows": random.standard_normal((ROWS, HIDDEN), np.float32),
+        "map": random.integers(0, ROWS, TOKENS * TOP_K),
+        "weights": random.standard_normal((BATCH, TOKENS // BATCH, TOP_K), np.float32),
+        "residual": random.standard_normal((TOKENS, HIDDEN), np.float32),
+    }
+    for difference in compare_models(g.model(), model, feeds):
+        assert difference.relative < 2e-6, str(difference)
+
+
+def test_flat_map_of_unknown_top_k() -> None:
+    g = Graph()
+    g.input("rows", ["R", HIDDEN])
+    weights = g.op("Unsqueeze", g.input("weights", ["T", "K"]), g.ints(-1))
+    index = g.op("Reshape", g.op("Max", g.input("map", ["N"], 6), g.const(0, 6)), g.op("Shape", "weights"))
+    site = map_model(gathered(g, index, weights).model()).sites[0]
+    assert site.operator is None
+    assert "[T, K] is taken where K is no number" in (site.reason or "")
+
+
+def test_weights_of_another_half_dtype() -> None:
+    g = Graph("float16")
+    rows = g.cast(g.input("rows", ["R", HIDDEN]), "float32")
+    weights = g.cast(g.op("Unsqueeze", g.input("weights", ["T", TOP_K], 16), g.ints(-1)), "float32")
+    picked = g.op("Gather", rows, g.op("Max", g.input("map", ["T", TOP_K], 6), g.const(0, 6)))
+    g.output(g.cast(g.op("ReduceSum", g.mul(picked, weights), g.ints(1), keepdims=0), "float16"))
+    site = map_model(g.model()).sites[0]
+    assert site.operator is None
+    assert "are BFLOAT16; the rows are FLOAT16" in (site.reason or "")
+
+
+def test_sum_that_stays_in_float32() -> None:
+    g = Graph("float16")
+    rows, index = g.input("rows", ["R", HIDDEN]), g.op("Max", g.input("map", ["T", TOP_K], 6), g.const(0, 6))
+    weights = g.op("Unsqueeze", g.input("weights", ["T", TOP_K], 1), g.ints(-1))
+    picked = g.mul(g.cast(g.op("Gather", rows, index), "float32"), weights)
+    g.output(g.op("ReduceSum", picked, g.ints(1), keepdims=0))
+    model = g.model()
+    site = map_model(model).sites[0]
+    assert (site.operator, site.matched) == (None, False)
+    assert "stays FLOAT while the rows are FLOAT16: cast it to the rows' dtype" in (site.reason or "")
+    assert not any(operator_of(node) for node in model.graph)

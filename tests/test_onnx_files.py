@@ -1,9 +1,11 @@
 """Models are read and written whole or not at all, with one line for each thing that is wrong."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -136,6 +138,30 @@ def test_source_with_a_hard_linked_data_file_is_copied(external: Path, tmp_path:
     np.testing.assert_allclose(run(tmp_path / "out.onnx"), EXPECTED, rtol=1e-6)
 
 
+def test_external_data_of_a_constant_node_is_copied_too(tmp_path: Path) -> None:
+    proto = linear_model()
+    weight = proto.graph.initializer[0]
+    node = helper.make_node("Constant", [], ["weight"], value=weight)
+    del proto.graph.initializer[0]
+    proto.graph.node.insert(0, node)
+    (tmp_path / "in").mkdir()
+    options = {"save_as_external_data": True, "location": "w.bin", "size_threshold": 1024, "convert_attribute": True}
+    onnx.save(proto, tmp_path / "in" / "model.onnx", **options)
+    save_model(load_model(tmp_path / "in" / "model.onnx"), tmp_path / "out" / "model.onnx")
+    (tmp_path / "in" / "w.bin").unlink()
+    assert (tmp_path / "out" / "model.onnx.data").stat().st_size == WEIGHT.nbytes
+    back = load_model(tmp_path / "out" / "model.onnx")
+    np.testing.assert_array_equal(back.graph[0].attributes["value"].as_tensor().numpy(), WEIGHT)
+
+
+def test_string_initializers_stay_in_the_file(tmp_path: Path) -> None:
+    model = ir.from_proto(linear_model())
+    words = ir.StringTensor([b"word" * 500], shape=ir.Shape([1]), name="words")
+    model.graph.initializers["words"] = ir.Value(name="words", const_value=words)
+    back = load_model(save_model(model, tmp_path / "model.onnx"))
+    assert isinstance(back.graph.initializers["words"].const_value, ir.StringTensor)
+
+
 def one_line(error: pytest.ExceptionInfo[InputError]) -> str:
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -158,6 +184,134 @@ def test_files_that_are_not_onnx(tmp_path: Path, content: bytes, words: str) -> 
         load_model(path)
     assert words in one_line(error)
     assert "bad.onnx" in str(error.value)
+
+
+def test_model_that_is_not_well_formed(tmp_path: Path) -> None:
+    proto = linear_model()
+    proto.graph.initializer[0].data_type = 99
+    (tmp_path / "bad.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(InputError, match="is not well formed") as error:
+        load_model(tmp_path / "bad.onnx")
+    one_line(error)
+
+
+def test_data_file_cut_short_between_reading_and_saving(external: Path, tmp_path: Path) -> None:
+    model = load_model(external)
+    os.truncate(external.parent / "weights.bin", 100)
+    with pytest.raises(InputError, match="ended 16284 bytes early"):
+        save_model(model, tmp_path / "out" / "model.onnx")
+    assert not (tmp_path / "out").exists()
+
+
+def save_raw(proto: onnx.ModelProto, path: Path) -> Path:
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"input": ["zzz", "weight"]}, "'zzz'"),
+        ({"op_type": "NoSuchOperator"}, "NoSuchOperator"),
+        ({"domain": "undeclared"}, "undeclared"),
+        ({"op_type": "MoEFinalizeAdd", "name": "tail"}, "node 'tail': domain was ''; 'moetrt' is taken"),
+    ],
+    ids=["undefined input", "unknown op", "undeclared domain", "our op in the standard domain"],
+)
+def test_an_invalid_model_is_named_when_it_is_read(
+    tmp_path: Path, change: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    proto = linear_model()
+    for field, value in change.items():
+        if isinstance(value, list):
+            getattr(proto.graph.node[0], field)[:] = value
+        else:
+            setattr(proto.graph.node[0], field, value)
+    with pytest.raises(InputError) as error:
+        load_model(save_raw(proto, tmp_path / "bad.onnx"))
+    assert words in one_line(error)
+    assert "ONNX model" in str(error.value)
+    assert "bad.onnx'" in str(error.value)
+    # onnx_ir's own lines are not printed.
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("opset", [3, 16, 99, onnx.defs.onnx_opset_version() + 1])
+def test_opsets_that_are_not_taken(tmp_path: Path, opset: int) -> None:
+    proto = linear_model()
+    proto.opset_import[0].version = opset
+    newest = onnx.defs.onnx_opset_version()
+    with pytest.raises(InputError, match=rf"'.*bad.onnx': its opset was {opset}; 17 to {newest} are taken") as error:
+        load_model(save_raw(proto, tmp_path / "bad.onnx"))
+    one_line(error)
+
+
+def test_a_graph_without_a_name_is_taken(tmp_path: Path) -> None:
+    proto = linear_model()
+    proto.graph.name = ""
+    np.testing.assert_allclose(
+        run(save_model(load_model(save_raw(proto, tmp_path / "a.onnx")), tmp_path / "b.onnx")), EXPECTED, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("offset", "abc", "offset of 'weight' in its data file was 'abc'; a number of bytes is taken"),
+        ("offset", "-4096", "offset of 'weight' in its data file was '-4096'"),
+        ("length", "1_0", "length of 'weight' in its data file was '1_0'"),
+        ("length", "12", "length of 'weight' in 'weights.bin' was 12 bytes; its shape and dtype make 16384"),
+        ("length", "16388", "length of 'weight' in 'weights.bin' was 16388 bytes; its shape and dtype make 16384"),
+        ("offset", "4096", "'weight' ends at byte 20480"),
+    ],
+)
+def test_places_in_a_data_file_that_cannot_be(external: Path, field: str, value: str, words: str) -> None:
+    proto = onnx.load(external, load_external_data=False)
+    entries = {entry.key: entry for entry in proto.graph.initializer[0].external_data}
+    if field in entries:
+        entries[field].value = value
+    else:
+        proto.graph.initializer[0].external_data.add(key=field, value=value)
+    with pytest.raises(InputError) as error:
+        load_model(save_raw(proto, external))
+    assert words in one_line(error)
+    assert "model.onnx'" in str(error.value)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = save_model(ir.from_proto(linear_model()), tmp_path / "model.onnx")
+
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(InputError, match=r"'.*model.onnx' cannot be written: No space left on device"):
+            save_model(ir.from_proto(linear_model(WEIGHT * 2)), target)
+    assert sorted(os.listdir(tmp_path)) == ["model.onnx", "model.onnx.data"]
+    np.testing.assert_allclose(run(target), EXPECTED, rtol=1e-6)
+
+
+def test_a_link_for_the_output(tmp_path: Path) -> None:
+    model = ir.from_proto(linear_model())
+    real, link = tmp_path / "real.onnx", tmp_path / "link.onnx"
+    link.symlink_to("real.onnx")
+    save_model(model, link)
+    assert link.is_symlink()
+    for path in (real, link):
+        np.testing.assert_allclose(run(path), EXPECTED, rtol=1e-6)
+    # In another folder the data would lie beside one of the two alone.
+    (tmp_path / "other").mkdir()
+    far = tmp_path / "other" / "far.onnx"
+    far.symlink_to(real)
+    before = real.read_bytes()
+    with pytest.raises(InputError, match=r"far.onnx' is a link into another folder .*real.onnx' is taken"):
+        save_model(model, far)
+    assert os.listdir(far.parent) == ["far.onnx"]
+    assert real.read_bytes() == before
+    (tmp_path / "data.onnx.data").symlink_to("data.onnx")
+    with pytest.raises(InputError, match=r"data file '.*data.onnx.data' is the output file itself"):
+        save_model(model, tmp_path / "data.onnx")
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:

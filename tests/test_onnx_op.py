@@ -17,7 +17,7 @@ import moetrt
 from moetrt import onnx_op
 from moetrt.reference import operand, reference
 from moetrt.spec import DOMAIN, FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OPERATORS, Operand
-from tests.operator_cases import Case, make_case
+from tests.operator_cases import Case, make_case, random_cases
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # One rounding to the dtype may fall the other way where the two sums differ in the last bit of float32.
@@ -96,43 +96,10 @@ def test_case05_06_weights_ignored_and_rows_not_named() -> None:
     check(case)
 
 
-@settings(deadline=None, max_examples=80)
-@given(data=st.data())
-def test_the_function_is_the_reference(data: st.DataObject) -> None:
-    draw = data.draw
-    dtype = draw(st.sampled_from(DTYPES))
-    either = st.sampled_from([dtype, torch.float32])
-    hidden, norm = draw(st.integers(1, 24)), draw(st.booleans())
-    attributes: dict[str, object] = {
-        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
-        "combine_scale": draw(st.sampled_from([1.0, 0.22])),
-        "apply_expert_weights": draw(st.booleans()),
-    }
-    if norm:
-        attributes |= {"residual_scale": draw(st.sampled_from([1.0, 0.5])), "eps": draw(st.sampled_from([1e-6, 0.1]))}
-        attributes |= {"weight_bias": draw(st.sampled_from([0.0, 1.0])), "weight_before_cast": draw(st.booleans())}
-    tokens = draw(st.integers(0, 8))
-    case = make_case(
-        tokens=tokens,
-        top_k=draw(st.integers(1, 8)),
-        rows=draw(st.integers(1, 40)),
-        hidden=hidden,
-        stride=hidden + draw(st.integers(0, 8)) if norm else hidden,
-        dtype=dtype,
-        weights_dtype=draw(either),
-        gate_dtype=draw(either),
-        gamma_dtype=draw(either),
-        mapped=draw(st.booleans()),
-        absent=draw(st.sampled_from([0.0, 0.3, 1.0])),
-        shared=draw(st.booleans()),
-        gate=draw(st.booleans()),
-        residual=draw(st.booleans()),
-        norm=norm,
-        leading=draw(st.sampled_from([(tokens,), (1, tokens), (tokens, 1)])),
-        seed=draw(st.integers(0, 1000)),
-        **attributes,
-    )
-    check(case, dynamic=draw(st.booleans()))
+@settings(deadline=None, max_examples=100)
+@given(case=random_cases(), dynamic=st.booleans())
+def test_the_function_is_the_reference(case: Case, dynamic: bool) -> None:
+    check(case, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)

@@ -13,9 +13,10 @@ import torch
 
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
-from moetrt.files import output_directory
+from moetrt.files import as_path, output_directory, output_file
 from moetrt.huggingface import CausalLM
-from moetrt.onnx_files import save_model
+from moetrt.mapping import TAILS_EXPECTED, sort_topk
+from moetrt.onnx_files import data_path_of, save_model
 from moetrt.onnx_op import attach_functions, named_inputs, operator_of, translation_table
 from moetrt.quiet import quiet
 from moetrt.source import FlatModule, Source, check_dynamic, first_sentence
@@ -23,9 +24,6 @@ from moetrt.spec import DATA_DTYPES
 
 MODEL_FILE = "model.onnx"
 """The file's name in the folder; its weights lie beside it in ``model.onnx.data``."""
-
-TAILS_EXPECTED = "moetrt.tails_expected"
-"""Metadata of the ONNX model: how many tails the source said there are."""
 
 DEFAULT_OPSET = 22
 OPSETS = range(18, 26)
@@ -77,17 +75,20 @@ def export(
         InputError: the folder cannot be written, an argument is not taken, or torch could not export the module: one
             line with the cause, from which the original is chained.
     """
-    folder = Path(directory)
+    folder = as_path(directory, "output folder")
+    path = folder / MODEL_FILE
     with _folder(folder):
+        # Asked before the export, which may take long.
+        output_file(path)
+        output_file(data_path_of(path))
         model = capture(source, opset=opset, dynamic=dynamic, experts=experts, progress=progress)
         if progress:
             progress("writing weights")
-        path = folder / MODEL_FILE
         save_model(model, path)
-        data: Path | None = folder / f"{MODEL_FILE}.data"
+        data: Path | None = data_path_of(path)
         if not _has_external_data(model):
             # One that lies there belonged to the file that was just replaced.
-            (folder / f"{MODEL_FILE}.data").unlink(missing_ok=True)
+            data_path_of(path).unlink(missing_ok=True)
             data = None
     return ExportResult(
         model_path=path,
@@ -147,7 +148,7 @@ def capture(
     _strip(model, _depth(source.module))
     _name_operators(model)
     _check_operators(model)
-    _sort_top_k(model)
+    sort_topk(model)
     attach_functions(model)
     if source.tails_expected is not None:
         model.metadata_props[TAILS_EXPECTED] = str(source.tails_expected)
@@ -310,13 +311,6 @@ def _check_operators(model: ir.Model) -> None:
                 f"{node.op_type} '{node.name}': its rows were {was}; {', '.join(DATA_DTYPES)} are taken: convert the "
                 "model first"
             )
-
-
-def _sort_top_k(model: ir.Model) -> None:
-    """Sets ``sorted`` on every TopK: TensorRT takes no other, and a sorted result is an unsorted one too."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.op_type == "TopK" and node.domain in ("", "ai.onnx"):
-            node.attributes["sorted"] = ir.AttrInt64("sorted", 1)
 
 
 def _has_external_data(model: ir.Model) -> bool:

@@ -20,6 +20,7 @@ from moetrt.errors import InputError, MoetrtError
 # Everything else is imported where it is used: `moetrt --help` must not wait for torch.
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_EXTRAS = {"transformers": "hf"}
 _SPREAD_OPTIONS = ("--min", "--opt", "--max", "--shapes", "--dynamic")
 _SPREAD_WORD = re.compile(r"[^-].*:\d")
 
@@ -109,6 +110,8 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+            return _complain(f"{error.name} is not installed; pip install 'moetrt[{_EXTRAS[error.name]}]'", 2)
         if context.get("verbose"):
             traceback.print_exc()
         return _complain(f"unexpected {type(error).__name__}: {error} (-v prints the traceback)", 3)
@@ -121,7 +124,7 @@ def _complain(message: str, code: int) -> int:
 
 def _shapes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Reads ``NAME:DIMS`` words, each of which may hold several separated by commas as trtexec's do."""
-    from moetrt.engine import parse_shapes
+    from moetrt.profiles import parse_shapes
 
     return parse_shapes(part for word in words for part in re.split(r",(?=[^,]*:)", word))
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -26,12 +27,12 @@ class Step:
     result: str = ""
     ok: bool = True
     details: list[str] = field(default_factory=list)
-    _status: object = None
+    _status: Status | None = None
 
     def progress(self, text: str) -> None:
         """Shows what the step is doing just now; says nothing where nobody is watching."""
         if self._status is not None:
-            self._status.update(f"{self.name}: {text}")  # type: ignore[attr-defined]
+            self._status.update(Text(f"{self.name}: {text}"))
 
 
 class Output:
@@ -70,7 +71,8 @@ class Output:
         step = Step(name)
         started = time.monotonic()
         if self._console.is_terminal and not self.quiet:
-            with self._console.status(name) as status:
+            # As Text: a str would be read as markup, and a path may have brackets.
+            with self._console.status(Text(name)) as status:
                 step._status = status
                 yield step
                 step._status = None

@@ -31,7 +31,7 @@ class MoEOutput:
     """What a MoE layer returns to the tail.
 
     Attributes:
-        routed: the routed experts' part: unfinalized, or a finalized ``[T, H]`` tensor.
+        routed: the routed experts' part: unfinalized, or a finalized tensor ``[..., H]``.
         shared_output: the shared expert's part, ``[..., H]``, or None.
         routed_scaling_factor: multiplies the routed part; 1.0 where the routing method folded it into the weights.
     """
@@ -43,14 +43,6 @@ class MoEOutput:
 
 torch.export.register_dataclass(UnfinalizedMoEOutput, serialized_type_name="moetrt.UnfinalizedMoEOutput")
 torch.export.register_dataclass(MoEOutput, serialized_type_name="moetrt.MoEOutput")
-
-
-def is_unfinalized(value: object) -> bool:
-    """Whether ``value`` has the fields of `UnfinalizedMoEOutput`, ours or another library's class."""
-    return all(
-        isinstance(getattr(value, name, None), torch.Tensor)
-        for name in ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")
-    )
 
 
 def is_moe_output(value: object) -> bool:

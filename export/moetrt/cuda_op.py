@@ -11,8 +11,8 @@ import torch
 
 from moetrt.errors import InputError
 from moetrt.library import MoEFinalizeParams, PluginLibrary, load_plugin_library
-from moetrt.reference import operand, reference
-from moetrt.spec import OperatorSpec, check_operands
+from moetrt.reference import check_tensors, reference
+from moetrt.spec import DATA_DTYPES, OperatorSpec
 
 KERNEL_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """``moetrt_dtype`` of plugins/include/moetrt/moe_finalize.h."""
@@ -26,18 +26,13 @@ def run_on_cuda(
     Args, returns, errors: as of `moetrt.reference.reference`. float64 rows are computed by the reference.
 
     Raises:
-        InputError: the tensors are on several devices, or CUDA could not start the kernel.
+        InputError: CUDA could not start the kernel.
     """
     rows = tensors["gemm2_permuted"]
     assert rows is not None
     library = None if rows.dtype == torch.float64 else _library()
     if library is None:
         return reference(spec, tensors, attributes)
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != rows.device:
-            raise InputError(
-                f"{spec.name}: input {name} was on {tensor.device}; {rows.device}, as gemm2_permuted, is taken"
-            )
     with torch.cuda.device(rows.device):
         return launch(spec, tensors, attributes, library, torch.cuda.current_stream().cuda_stream)
 
@@ -64,7 +59,7 @@ def launch(
     """
     complete = spec.complete(attributes)
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    check_operands(spec, {name: operand(tensor) for name, tensor in given.items()})
+    check_tensors(spec, given, data_dtypes=DATA_DTYPES)
     # Kept by name until the launch: a copy must outlive the call that reads it.
     dense = {name: tensor.contiguous() for name, tensor in given.items() if name != "gemm2_permuted"}
     rows = dense["gemm2_permuted"] = _with_dense_rows(given["gemm2_permuted"])

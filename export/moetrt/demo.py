@@ -12,7 +12,7 @@ from moetrt.files import output_directory
 
 if TYPE_CHECKING:
     from moetrt.engine import EngineInfo
-    from moetrt.mapping import MappingReport
+    from moetrt.mapping_report import MappingReport
     from moetrt.parity import ParityReport
 
 SOURCE = "moetrt.models:deepseek_v3"

@@ -4,11 +4,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -17,19 +16,12 @@ import onnx_ir as ir
 
 from moetrt.backends import TENSORRT, Backend, Progress, choose, gpus
 from moetrt.errors import InputError
-from moetrt.files import existing_file, output_directory, write_atomically
+from moetrt.files import Named, check_distinct, existing_file, output_directory, output_file, write_atomically
 from moetrt.library import PluginLibrary, find_plugin_library, library_sha256, load_plugin_library
-from moetrt.onnx_files import load_model
+from moetrt.onnx_files import files_of, load_model
 from moetrt.onnx_op import check_node, operator_of
-from moetrt.spec import DOMAIN, OPERATORS, PLUGIN_NAMESPACE
-
-Shape = tuple[int, ...]
-Profile = tuple[Shape, Shape, Shape]
-PluginId = tuple[str, str, str]
-"""Name, version and namespace: what TensorRT's registry looks a plugin up by."""
-
-DEFAULT_RANGE = (1, 32, 256)
-"""(min, opt, max) of a dynamic dimension for which no shape is given."""
+from moetrt.profiles import Profile, make_profile
+from moetrt.registry import check_functions, check_registry, has_ours, our_nodes, plugin_ids, run_as_functions
 
 
 @dataclass(frozen=True)
@@ -65,240 +57,6 @@ class EngineInfo:
     warnings: tuple[str, ...]
 
 
-def parse_shapes(texts: Iterable[str]) -> dict[str, Shape]:
-    """Reads shapes as the command line takes them.
-
-    Args:
-        texts: each "NAME:DIMS", DIMS being sizes with "x" or "," between them, as in "hidden:4x2048". A name may hold
-            colons: the last one counts.
-
-    Raises:
-        InputError: a text is not of this form, a size is not a whole number of at least 0, or a name comes twice.
-    """
-    shapes: dict[str, Shape] = {}
-    for text in texts:
-        name, colon, sizes = text.rpartition(":")
-        if not colon or not name or not re.fullmatch(r"\d+([x,]\d+)*", sizes):
-            raise InputError(f"shape was '{text}'; NAME:DIMS is taken, such as hidden:4x2048")
-        if name in shapes:
-            raise InputError(f"shape of {name} is given twice: {_dims(shapes[name])} and {sizes}")
-        shapes[name] = tuple(int(size) for size in re.split("[x,]", sizes))
-    return shapes
-
-
-def make_profile(
-    model: ir.Model,
-    minimum: Mapping[str, Sequence[int]] | None = None,
-    optimum: Mapping[str, Sequence[int]] | None = None,
-    maximum: Mapping[str, Sequence[int]] | None = None,
-) -> dict[str, Profile]:
-    """The range of shapes of every input of ``model``.
-
-    A bound that is left out for an input takes the nearest one that is given: the smallest and the largest take the
-    optimum, the optimum takes the largest, else the smallest. An input with none takes what the others say of its named
-    dimensions, and `DEFAULT_RANGE` for the rest.
-
-    Args:
-        model: its graph inputs say the names, ranks and static dimensions.
-        minimum, optimum, maximum: input name -> sizes.
-
-    Returns:
-        Input name -> (min, opt, max), in the order of the model's inputs.
-
-    Raises:
-        InputError: a name that is no input, another rank, another size than a static dimension's, min > opt or
-            opt > max, or one named dimension with two ranges.
-    """
-    inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
-    given: dict[str, list[Sequence[int] | None]] = {}
-    for position, shapes in enumerate((minimum, optimum, maximum)):
-        for name, sizes in (shapes or {}).items():
-            if name not in inputs:
-                raise InputError(f"shape of '{name}': the model has no such input; its inputs are {', '.join(inputs)}")
-            given.setdefault(name, [None, None, None])[position] = sizes
-
-    profile: dict[str, Profile] = {}
-    named: dict[str, tuple[tuple[int, int, int], str]] = {}
-    for name, (low, best, high) in given.items():
-        dimensions = _checked_dims(inputs[name], {"min": low, "opt": best, "max": high})
-        nearest = next(sizes for sizes in (best, high, low) if sizes is not None)
-        low, high = nearest if low is None else low, nearest if high is None else high
-        profile[name] = bounds = (tuple(low), tuple(nearest), tuple(high))
-        for axis, dimension in enumerate(dimensions):
-            symbol = dimension.value if isinstance(dimension, ir.SymbolicDim) else None
-            if symbol is not None:
-                sizes_of_axis = (bounds[0][axis], bounds[1][axis], bounds[2][axis])
-                known, where = named.setdefault(symbol, (sizes_of_axis, name))
-                if known != sizes_of_axis:
-                    raise InputError(
-                        f"dimension {symbol} is {_range(known)} in {where} and {_range(sizes_of_axis)} in {name}; "
-                        "one dimension has one range"
-                    )
-    for name, value in inputs.items():
-        if name not in profile:
-            ranges = [
-                (dimension,) * 3
-                if isinstance(dimension, int)
-                else named.get(dimension.value or "", (DEFAULT_RANGE, ""))[0]
-                for dimension in _dims_of(value)
-            ]
-            profile[name] = (
-                tuple(low for low, _, _ in ranges),
-                tuple(best for _, best, _ in ranges),
-                tuple(high for _, _, high in ranges),
-            )
-    return {name: profile[name] for name in inputs}
-
-
-def _dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:
-    if value.shape is None:
-        raise InputError(f"input '{value.name}' of the model has no rank; TensorRT takes inputs of known rank")
-    return list(value.shape)
-
-
-def _checked_dims(value: ir.Value, bounds: Mapping[str, Sequence[int] | None]) -> list[int | ir.SymbolicDim]:
-    dimensions = _dims_of(value)
-    taken = "x".join(str(dim) if isinstance(dim, int) else (dim.value or "?") for dim in dimensions)
-    given = [(which, shape) for which, shape in bounds.items() if shape is not None]
-    for which, shape in given:
-        if len(shape) != len(dimensions):
-            raise InputError(
-                f"{which} shape of '{value.name}' was {_dims(shape)}, rank {len(shape)}; "
-                f"rank {len(dimensions)}, [{taken}], is taken"
-            )
-        for size, dimension in zip(shape, dimensions, strict=True):
-            if isinstance(dimension, int) and dimension != size:
-                raise InputError(
-                    f"{which} shape of '{value.name}' was {_dims(shape)}; [{taken}] is taken: "
-                    f"the model fixes {dimension} where {size} was given"
-                )
-    for (lower, below), (upper, above) in pairwise(given):
-        if any(a > b for a, b in zip(below, above, strict=True)):
-            raise InputError(
-                f"{lower} shape of '{value.name}', {_dims(below)}, is above its {upper} shape, {_dims(above)}"
-            )
-    return dimensions
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _range(sizes: Sequence[int]) -> str:
-    return "/".join(map(str, sizes))
-
-
-def our_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """The nodes that mean one of our operators: by op_type, by domain, or by the plugin namespace they name.
-
-    A node of our domain that only calls a function of the file under another name is none of them.
-    """
-    functions = {(function.domain, function.name) for function in model.functions.values()}
-    for graph in model.graphs():
-        for node in graph:
-            known = node.op_type in OPERATORS
-            asks = node.domain == DOMAIN or _string(node, "plugin_namespace") == PLUGIN_NAMESPACE
-            calls = (node.domain, node.op_type) in functions and "plugin_version" not in node.attributes
-            if known or (asks and not calls):
-                yield node
-
-
-def _string(node: ir.Node, name: str) -> str | None:
-    attribute = node.attributes.get(name)
-    return attribute.value if attribute is not None and isinstance(attribute.value, str) else None
-
-
-def _has_function(model: ir.Model, node: ir.Node) -> bool:
-    # TensorRT finds functions by op_type alone.
-    return any(function.name == node.op_type for function in model.functions.values())
-
-
-def _title(node: ir.Node) -> str:
-    return f"node '{node.name or (node.outputs[0].name if node.outputs else node.op_type)}'"
-
-
-def check_registry(model: ir.Model, creators: Iterable[PluginId]) -> None:
-    """Checks that each node of ours finds its plugin, before TensorRT parses the file.
-
-    TensorRT says the same sentence whether the op, the version or the namespace is wrong; this says which. A node that
-    names no namespace and has a function in the file is passed over: TensorRT runs the function.
-
-    Args:
-        model: the mapped model.
-        creators: (name, version, namespace) of each plugin that the registry has.
-
-    Raises:
-        InputError: a node's op, domain, ``plugin_version`` or ``plugin_namespace`` is not that of a plugin of ours.
-    """
-    ours = [creator for creator in creators if creator[0] in OPERATORS or creator[2] == PLUGIN_NAMESPACE]
-    for node in our_nodes(model):
-        version, namespace = _string(node, "plugin_version"), _string(node, "plugin_namespace")
-        if namespace is None and _has_function(model, node):
-            continue
-        # What TensorRT's parser looks up: it takes the domain for the namespace where no attribute names one.
-        asked = (node.op_type, version or "1", node.domain if namespace is None else namespace)
-        if asked in ours and node.domain == DOMAIN:
-            continue
-        if not ours:
-            raise InputError(f"{_title(node)} needs the plugin {node.op_type}; the registry has none of moetrt's")
-        wrong = []
-        names = sorted({name for name, _, _ in ours})
-        if node.op_type not in names:
-            wrong.append(f"op was '{node.op_type}'; {' or '.join(names)} is taken")
-        versions = sorted({v for name, v, _ in ours if name == node.op_type or node.op_type not in names})
-        if asked[1] not in versions:
-            wrong.append(f"plugin_version was '{version}'; '{' or '.join(versions)}' is taken")
-        spaces = sorted({space for _, _, space in ours})
-        if namespace is not None and namespace not in spaces:
-            wrong.append(f"plugin_namespace was '{namespace}'; '{' or '.join(spaces)}' is taken")
-        if node.domain != DOMAIN:
-            wrong.append(f"domain was '{node.domain}'; '{DOMAIN}' is taken")
-        raise InputError(f"{_title(node)} finds no plugin: {'; '.join(wrong)}")
-
-
-def run_as_functions(model: ir.Model, plugin_layers: Sequence[str]) -> list[str]:
-    """Warns of the nodes for which TensorRT runs the function in the file although the plugin is there.
-
-    Args:
-        model: the mapped model.
-        plugin_layers: the plugin layers of TensorRT's network, which bear the nodes' names.
-    """
-    warnings = []
-    for node in our_nodes(model):
-        lacking = [name for name in ("plugin_version", "plugin_namespace") if name not in node.attributes]
-        if node.name not in plugin_layers and _has_function(model, node) and (node.name or lacking):
-            why = f" has no attribute {' and no attribute '.join(lacking)}:" if lacking else ":"
-            warnings.append(
-                f"{_title(node)}{why} TensorRT runs the function {node.op_type} of the file, not the plugin"
-            )
-    return warnings
-
-
-def check_functions(model: ir.Model, *, with_plugin: bool) -> None:
-    """Checks that TensorRT can run the functions of the nodes that the plugin does not serve.
-
-    Raises:
-        InputError: a node has no function, or nodes of one op differ in their optional inputs: TensorRT finds a
-            function by op_type alone, so it would run one node's function for the other.
-    """
-    input_lists: dict[str, dict[str, str]] = {}
-    for node in our_nodes(model):
-        if with_plugin and ("plugin_namespace" in node.attributes or not _has_function(model, node)):
-            continue
-        if not _has_function(model, node):
-            raise InputError(
-                f"{_title(node)} is {node.op_type} and the file has no function of that name: "
-                "it can be built with the plugin library only"
-            )
-        input_lists.setdefault(node.op_type, {}).setdefault(node.overload, _title(node))
-    for op_type, overloads in input_lists.items():
-        if len(overloads) > 1:
-            raise InputError(
-                f"{' and '.join(list(overloads.values())[:2])} are {op_type} with different optional inputs, and "
-                "TensorRT cannot tell their functions apart: such a file needs the plugin"
-            )
-
-
 def build_engine(
     onnx_path: str | os.PathLike[str],
     engine_path: str | os.PathLike[str],
@@ -330,26 +88,26 @@ def build_engine(
     """
     say = progress or (lambda _: None)
     source = existing_file(onnx_path, "ONNX model")
-    target = Path(engine_path)
-    if target.is_dir():
-        raise InputError(f"output file '{target}' is a folder")
-    if target.exists() and target.samefile(source):
-        raise InputError(f"output file '{target}' is the ONNX model itself; another name is taken")
+    target = output_file(engine_path)
+    sidecar = output_file(target.with_name(target.name + ".json"), "description of the engine")
     model = load_model(source)
+    library = _library_path(plugin_library)
+    libraries: list[Named] = [("plugin library", library)] if library else []
+    check_distinct(
+        [*files_of(model, source), *libraries], [("output file", target), ("description of the engine", sidecar)]
+    )
     for node in our_nodes(model):
         if operator_of(node) is not None:
             # The plugin refuses the same, but TensorRT says so in several lines of its own.
             check_node(node)
     bounds = [{name: p[i] for name, p in (profiles or {}).items() if p[i] is not None} for i in range(3)]
     profile = make_profile(model, *bounds)  # type: ignore[arg-type]
-    library = _library_path(plugin_library)
     chosen = choose(backend, progress=progress)
     target_names = _target_names(chosen, targets)
     if chosen.name == TENSORRT and not gpus():
         raise InputError("backend tensorrt builds on a GPU and none is to be seen; tensorrt-rtx builds without one")
     # Asked before the build, which may take long.
     output_directory(target.parent)
-    sidecar = target.with_name(target.name + ".json")
 
     say(f"reading {source.name} with {chosen.name} {chosen.version}")
     with _TensorRT(chosen) as tensorrt:
@@ -496,14 +254,14 @@ class _TensorRT:
             def call_impl(self) -> Any:
                 builder, network, parser = super(NetworkFromOnnxPath, self).call_impl()
                 registry = builder.get_plugin_registry()
-                creators = _creators(registry.all_creators_recursive)
+                creators = plugin_ids(registry.all_creators_recursive)
                 if library is not None:
-                    if build._library is not None and not _has_ours(creators):
+                    if build._library is not None and not has_ours(creators):
                         # It was loaded by somebody before this TensorRT was.
                         build._library.register_creators()
-                        creators = _creators(registry.all_creators_recursive)
+                        creators = plugin_ids(registry.all_creators_recursive)
                     check_registry(model, creators)
-                elif _has_ours(creators):
+                elif has_ours(creators):
                     # They are registered for the whole process: keep this builder from looking there.
                     registry.parent_search_enabled = False
                 check_functions(model, with_plugin=library is not None)
@@ -577,16 +335,6 @@ _IS_NOISE = re.compile(r"cudaError 35|CUDA initialization failure|While parsing 
 
 # Where in TensorRT's sources the message was made.
 _FRAME = re.compile(r" In \w+ at \S+?(?=\)|$)")
-
-
-def _creators(creators: Iterable[Any]) -> list[PluginId]:
-    # Creators of interfaces that the Python module does not know have none of these.
-    fields = ("name", "plugin_version", "plugin_namespace")
-    return [tuple(getattr(creator, field, "") for field in fields) for creator in creators]  # type: ignore[misc]
-
-
-def _has_ours(creators: Iterable[PluginId]) -> bool:
-    return any(namespace == PLUGIN_NAMESPACE for _, _, namespace in creators)
 
 
 @cache

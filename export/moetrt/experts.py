@@ -5,13 +5,12 @@ tokens, chosen experts and their weights. The implementations here run GEMM1, ac
 has operators for, leave the rows unweighted, and end in ``moetrt::moe_finalize_add``.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moetrt.torch_op  # noqa: F401  (registers the operator)
 from moetrt.errors import InputError
@@ -50,6 +49,8 @@ def deferred_finalize(module: torch.nn.Module, form: str = "gathered") -> Iterat
     for name, experts in experts_modules(module).items():
         if getattr(experts, "_is_expert_parallel", False):
             raise InputError(f"the experts of '{name}' are spread over ranks; a model loaded on one rank is taken")
+    if any(_models(module)):
+        _register()
     before = [(model, model.get_experts_implementation()) for model in _models(module) if experts_modules(model)]
     try:
         for model, _ in before:
@@ -60,9 +61,15 @@ def deferred_finalize(module: torch.nn.Module, form: str = "gathered") -> Iterat
             model.set_experts_implementation(implementation)
 
 
-def _models(module: torch.nn.Module) -> list[PreTrainedModel]:
+def is_transformers_model(value: object) -> bool:
+    """Whether ``value`` is a Transformers model. Transformers is an extra: where nobody imported it, there is none."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(value, transformers.PreTrainedModel)
+
+
+def _models(module: torch.nn.Module) -> list[Any]:
     """The outermost Transformers models in ``module``; setting one sets the models inside it."""
-    if isinstance(module, PreTrainedModel):
+    if is_transformers_model(module):
         return [module]
     return [model for child in module.children() for model in _models(child)]
 
@@ -136,5 +143,8 @@ def _finalize(rows: torch.Tensor, weights: torch.Tensor, index: torch.Tensor | N
     return hidden
 
 
-for _form, _implementation in zip(EXPERTS_FORMS, (_gathered, _dense), strict=True):
-    ALL_EXPERTS_FUNCTIONS.register(f"moetrt_{_form}", _implementation)
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    for form, implementation in zip(EXPERTS_FORMS, (_gathered, _dense), strict=True):
+        ALL_EXPERTS_FUNCTIONS.register(f"moetrt_{form}", implementation)

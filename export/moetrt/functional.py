@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 import moetrt.torch_op  # noqa: F401  registers torch.ops.moetrt
-from moetrt.contract import is_moe_output, is_unfinalized
-from moetrt.errors import InputTypeError
-from moetrt.reference import REFERENCE_DTYPES, operand
-from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OperatorSpec, check_operands
+from moetrt.contract import is_moe_output
+from moetrt.errors import InputError, InputTypeError
+from moetrt.reference import check_tensors
+from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, OperatorSpec
 
 
 def finalize_add_rms_norm(
@@ -27,8 +27,8 @@ def finalize_add_rms_norm(
     """Finalizes a MoE output, adds the shared expert's part and the residual, and normalises the sum.
 
     Args:
-        moe_output: a `moetrt.MoEOutput` whose ``routed`` is unfinalized, or another library's object with the same
-            fields.
+        moe_output: a `moetrt.MoEOutput`, or another library's object with the same fields. Its ``routed`` may be
+            unfinalized or finalized already, ``[..., H]``: then it is one route a token with weight 1.
         residual: ``[..., H]``, the rows' dtype, or None.
         gamma: ``[H]``, the rows' dtype or float32.
         eps: added to the mean square.
@@ -45,10 +45,9 @@ def finalize_add_rms_norm(
         ``[T, H]``.
 
     Raises:
-        InputTypeError, InputError: a type, dtype, shape or attribute that is not taken.
+        InputTypeError, InputError: a type, dtype, shape, device or attribute that is not taken.
     """
-    inputs = _inputs(moe_output, shared_gate)
-    inputs |= {"residual": residual, "gamma": gamma}
+    inputs = _inputs(moe_output, shared_gate) | {"residual": residual, "gamma": gamma}
     return _call(
         FINALIZE_ADD_RMS_NORM,
         inputs,
@@ -58,7 +57,7 @@ def finalize_add_rms_norm(
         routed_scaling_factor=moe_output.routed_scaling_factor,
         weight_bias=weight_bias,
         weight_before_cast=weight_before_cast,
-        apply_expert_weights=apply_expert_weights,
+        apply_expert_weights=apply_expert_weights and not isinstance(moe_output.routed, torch.Tensor),
     )
 
 
@@ -81,7 +80,7 @@ def finalize_add(
         _inputs(moe_output, shared_gate),
         combine_scale=combine_scale,
         routed_scaling_factor=moe_output.routed_scaling_factor,
-        apply_expert_weights=apply_expert_weights,
+        apply_expert_weights=apply_expert_weights and not isinstance(moe_output.routed, torch.Tensor),
     )
 
 
@@ -91,28 +90,31 @@ def _inputs(moe_output: Any, shared_gate: torch.Tensor | None) -> dict[str, torc
             f"moe_output was a {type(moe_output).__name__}; an object with the fields routed, shared_output and "
             "routed_scaling_factor is taken"
         )
-    routed = moe_output.routed
-    if not is_unfinalized(routed):
-        raise InputTypeError(
-            f"moe_output.routed was a {type(routed).__name__}; an object with the tensors gemm2_permuted, "
-            "expert_weights and expanded_idx_to_permuted_idx is taken: call the MoE layer with do_finalize=False"
-        )
-    return {
-        "gemm2_permuted": routed.gemm2_permuted,
-        "expert_weights": routed.expert_weights,
-        "expanded_idx_to_permuted_idx": routed.expanded_idx_to_permuted_idx,
-        "shared_output": moe_output.shared_output,
-        "shared_gate": shared_gate,
-    }
+    return _routed(moe_output.routed) | {"shared_output": moe_output.shared_output, "shared_gate": shared_gate}
+
+
+def _routed(routed: Any) -> dict[str, torch.Tensor | None]:
+    names = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")
+    if isinstance(routed, torch.Tensor):
+        if routed.dim() < 2:
+            raise InputError(f"moe_output.routed was {list(routed.shape)}; a finalized tensor [..., H] is taken")
+        rows = routed.flatten(0, -2)
+        # Not read: they only say that each token has one route.
+        return {names[0]: rows, names[1]: rows.new_ones(rows.shape[0], 1)}
+    for name in names:
+        if not isinstance(getattr(routed, name, None), torch.Tensor):
+            has = f"its {name} was a {type(getattr(routed, name)).__name__}" if hasattr(routed, name) else f"no {name}"
+            raise InputTypeError(
+                f"moe_output.routed was a {type(routed).__name__} ({has}); an object with the tensors "
+                f"{', '.join(names)}, or one finalized tensor, is taken"
+            )
+    return {name: getattr(routed, name) for name in names}
 
 
 def _call(spec: OperatorSpec, inputs: dict[str, torch.Tensor | None], **attributes: Any) -> Any:
-    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise InputTypeError(f"{spec.name}: input {name} was a {type(tensor).__name__}; a torch.Tensor is taken")
-    # Checked here too, so that the message is ours and not wrapped in the dispatcher's.
-    check_operands(spec, {name: operand(tensor) for name, tensor in given.items()}, data_dtypes=REFERENCE_DTYPES)
-    spec.complete(attributes)
+    if not torch.compiler.is_compiling():
+        # The op checks all this itself; here the message is not wrapped in the dispatcher's.
+        check_tensors(spec, {name: tensor for name, tensor in inputs.items() if tensor is not None})
+        spec.complete(attributes)
     op = getattr(torch.ops.moetrt, spec.torch_name)
-    return op(*(inputs[entry.name] for entry in spec.inputs), **attributes)
+    return op(*(inputs.get(entry.name) for entry in spec.inputs), **attributes)

@@ -10,7 +10,8 @@ from typing import Any
 import onnx_ir as ir
 
 from moetrt.errors import MoetrtError
-from moetrt.mapping import EXPECTED_KEY, MAPPED_FORM, check_operator_node, map_model
+from moetrt.mapping import TAILS_EXPECTED, check_operator_node, map_model
+from moetrt.mapping_report import MAPPED_FORM
 from moetrt.onnx_files import load_model
 from moetrt.onnx_op import named_inputs, operator_of, read_attributes
 from moetrt.segments.reading import dims
@@ -51,6 +52,22 @@ class TailNode:
     def dtype(self) -> str | None:
         """The rows' dtype in ONNX's spelling."""
         return self.inputs["gemm2_permuted"]["dtype"] if "gemm2_permuted" in self.inputs else None
+
+    @property
+    def runs_function(self) -> bool:
+        """Whether TensorRT runs the file's function although the plugin is loaded.
+
+        Seen with TensorRT-RTX 1.7.1: it looks for a plugin before a function only where a node names a namespace; a
+        version that is missing is taken for "1".
+        """
+        return self.function and self.plugin_namespace is None
+
+    @property
+    def runs_plugin(self) -> bool:
+        """Whether TensorRT finds the plugin for this node where it is loaded."""
+        version, namespace = self.plugin_version, self.plugin_namespace
+        spelled = version in (None, PLUGIN_VERSION) and namespace in (None, PLUGIN_NAMESPACE)
+        return spelled and not self.runs_function
 
 
 @dataclass
@@ -112,7 +129,7 @@ def inspect_file(path: str | os.PathLike[str]) -> Inspection:
         warnings += spelling_differences(node)
         if operator_of(node) is not None:
             tails.append(_tail(node, model, warnings))
-    expected = model.metadata_props.get(EXPECTED_KEY)
+    expected = model.metadata_props.get(TAILS_EXPECTED)
     inspection = Inspection(
         path=os.fspath(Path(path)),
         ir_version=model.ir_version,
@@ -199,11 +216,11 @@ def _readers(model: ir.Model, tails: list[TailNode]) -> dict[str, str]:
     whole = functions == len(tails)
     if whole:
         onnx_runtime = FUNCTION
+        if any(tail.dtype == "BFLOAT16" for tail in tails):
+            onnx_runtime += "; on a CPU it has no bfloat16 arithmetic for the rest of the model"
     else:
         onnx_runtime = f"cannot run it: {len(tails) - functions} of {len(tails)} nodes have no function"
-    by_plugin = sum(
-        tail.plugin_version == PLUGIN_VERSION and tail.plugin_namespace in (None, PLUGIN_NAMESPACE) for tail in tails
-    )
+    by_plugin = sum(tail.runs_plugin for tail in tails)
     if by_plugin == len(tails):
         with_plugin = PLUGIN
     elif whole:
@@ -233,7 +250,7 @@ def _function_warnings(model: ir.Model, tails: list[TailNode]) -> list[str]:
             for name, value in (("plugin_version", tail.plugin_version), ("plugin_namespace", tail.plugin_namespace))
             if value is None
         ]
-        if missing and tail.function:
+        if tail.runs_function:
             found.append(
                 f"node '{tail.name}' ({tail.operator}) has a function but no {' and no '.join(missing)}: TensorRT will "
                 "run the function even where the plugin is loaded; moetrt map writes both"

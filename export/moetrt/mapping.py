@@ -1,18 +1,18 @@
 """Every MoE tail of an ONNX graph becomes one plugin node, or is listed with the reason why not."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
 
 from moetrt.errors import InputError, MoetrtError
-from moetrt.files import write_atomically
-from moetrt.onnx_files import load_model, save_model, without_external_data
+from moetrt.files import Named, check_distinct, output_file, write_atomically
+from moetrt.mapping_report import MAPPED_FORM, MappingReport, Site
+from moetrt.onnx_files import OLDEST_OPSET, data_path_of, files_of, load_model, save_model, without_external_data
 from moetrt.onnx_op import (
     OPSET_VERSION,
     attach_functions,
@@ -39,116 +39,8 @@ from moetrt.spec import (
 )
 from moetrt.spec import Operand as KnownOperand
 
-EXPECTED_KEY = "moetrt.tails_expected"
+TAILS_EXPECTED = "moetrt.tails_expected"
 """Key of the model's metadata under which capture writes how many tails the model has."""
-
-MAPPED_FORM = "mapped before"
-
-
-@dataclass(frozen=True)
-class Site:
-    """One MoE tail of the graph.
-
-    Attributes:
-        name: the plugin node's name, else the name of the node where the tail was found.
-        form: how the graph spelled it: "finalize node", "gather", or "mapped before".
-        operator: the plugin node that is there now, or None.
-        matched: whether all that belongs to the tail is in that node.
-        reason: where not, the first thing that kept it out, in words.
-        attributes: the node's attributes, without its ``has_*`` flags.
-        inputs: by name: value, dtype and shape.
-        outputs: likewise.
-    """
-
-    name: str
-    form: str
-    operator: str | None
-    matched: bool
-    reason: str | None
-    attributes: dict[str, float | int] = field(default_factory=dict)
-    inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def became(self) -> str:
-        """In words, what the tail is now and, where something was left out, why."""
-        if self.matched:
-            return str(self.operator)
-        return f"{self.operator} without its norm: {self.reason}" if self.operator else f"not mapped: {self.reason}"
-
-    @property
-    def dtype(self) -> str | None:
-        """The rows' dtype in ONNX's spelling."""
-        rows = self.inputs.get("gemm2_permuted")
-        return rows["dtype"] if rows else None
-
-    @property
-    def shapes(self) -> dict[str, list[int | str | None] | None]:
-        """The shapes of all inputs and outputs by name."""
-        return {name: entry["shape"] for name, entry in (self.inputs | self.outputs).items()}
-
-
-@dataclass
-class MappingReport:
-    """What became of a model's tails.
-
-    Attributes:
-        sites: every tail, in the order of the graph.
-        expected: how many tails the model has according to capture; None where nobody said.
-        sorted_topk: how many TopK nodes were made to sort, because TensorRT takes no others.
-        notes: what else the user should know.
-    """
-
-    sites: list[Site]
-    expected: int | None = None
-    sorted_topk: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def found(self) -> int:
-        return len(self.sites)
-
-    @property
-    def mapped(self) -> int:
-        """How many tails are wholly in their plugin node."""
-        return sum(site.matched for site in self.sites)
-
-    @property
-    def unmatched(self) -> list[Site]:
-        return [site for site in self.sites if not site.matched]
-
-    @property
-    def complete(self) -> bool:
-        """Whether there are tails, as many as expected, and all are mapped."""
-        expected = self.found if self.expected is None else self.expected
-        return self.mapped == self.found == expected and (self.found > 0 or self.expected == 0)
-
-    def summary(self) -> str:
-        """One line: how many were found, expected and mapped."""
-        expected = "unknown" if self.expected is None else str(self.expected)
-        return f"tails: {self.found} found, {expected} expected, {self.mapped} mapped"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
-        return {
-            "found": self.found,
-            "expected": self.expected,
-            "mapped": self.mapped,
-            "complete": self.complete,
-            "sorted_topk": self.sorted_topk,
-            "notes": list(self.notes),
-            "sites": [asdict(site) for site in self.sites],
-        }
-
-    def write_json(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the report to ``path``.
-
-        Raises:
-            InputError: the folder cannot be written.
-        """
-        with write_atomically(path) as temporary:
-            temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-        return Path(path)
 
 
 def map_file(
@@ -168,19 +60,46 @@ def map_file(
         report_path: where to write the report as JSON.
 
     Raises:
-        InputError: the file cannot be read or is not ONNX, the result is not valid, or a folder cannot be written.
+        InputError: the file cannot be read or is not ONNX, the result is not valid, a folder cannot be written, or two
+            of the files (the model, its data files, the mapped model, its data file, the report) are the same, other
+            than the model mapped onto itself. No file is written or changed then.
+        InputTypeError: a path is no path.
     """
     model = load_model(source_path)
-    report = map_model(model, function=function)
+    _check_files(model, source_path, output_path, report_path)
+    try:
+        report = map_model(model, function=function)
+    except MoetrtError as error:
+        raise type(error)(f"ONNX model '{os.fspath(source_path)}': {error}") from error
     problem = inference_problem(model)
     if problem is not None:
         if inference_problem(load_model(source_path)) is None:
             raise InputError(f"mapping '{os.fspath(source_path)}' gave a model whose shapes do not fit: {problem}")
         report.notes.append(f"shape inference stops, as it does on the model before mapping: {problem}")
-    save_model(model, output_path)
-    if report_path is not None:
-        report.write_json(report_path)
+    with ExitStack() as stack:
+        if report_path is not None:
+            # Renamed after the model is, but its place is known to be writable before.
+            report.write_json(stack.enter_context(write_atomically(report_path)))
+        save_model(model, output_path)
     return report
+
+
+def _check_files(
+    model: ir.Model,
+    source_path: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    report_path: str | os.PathLike[str] | None,
+) -> None:
+    inputs = files_of(model, source_path)
+    output = output_file(output_path)
+    data: Named = ("data file of the output", data_path_of(output))
+    reports: list[Named] = [] if report_path is None else [("report", output_file(report_path, "report"))]
+    if output.exists() and output.samefile(source_path):
+        # Mapped onto itself: `save_model` reads the old data before it replaces it.
+        check_distinct(inputs[1:], [("output file", output)])
+        check_distinct([*inputs, data], reports)
+    else:
+        check_distinct(inputs, [("output file", output), data, *reports])
 
 
 def inference_problem(model: ir.Model) -> str | None:
@@ -205,8 +124,8 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
         InputError: the model's opset is too old, or an operator node in it is broken.
     """
     opset = model.graph.opset_imports.get("", 0)
-    if opset < _OLDEST_OPSET:
-        raise InputError(f"the model's opset was {opset}; {_OLDEST_OPSET} or later is taken")
+    if opset < OLDEST_OPSET:
+        raise InputError(f"the opset was {opset}; {OLDEST_OPSET} or later is taken")
     for node in _all_nodes(model):
         if operator_of(node) is not None:
             check_operator_node(node)
@@ -218,15 +137,12 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
         for node in list(graph):
             if node.graph is graph:
                 mapper.map_node(node)
-    report = MappingReport(mapper.sites, _expected(model), _sort_topk(model))
+    report = MappingReport(mapper.sites, _expected(model), sort_topk(model))
     if function:
         attach_functions(model)
     else:
         _forget_functions(model)
     return report
-
-
-_OLDEST_OPSET = 17
 
 
 def check_operator_node(node: ir.Node) -> None:
@@ -262,13 +178,12 @@ def _forget_functions(model: ir.Model) -> None:
 
 
 def _expected(model: ir.Model) -> int | None:
-    text = model.metadata_props.get(EXPECTED_KEY)
+    text = model.metadata_props.get(TAILS_EXPECTED)
     return int(text) if text is not None and text.isdecimal() else None
 
 
 def _inline_functions_with_tails(model: ir.Model) -> None:
     """A tail may begin in one model-local function and end in another: the walk needs one graph."""
-    from onnx_ir.passes.common import InlinePass
 
     def has_seed(function: ir.Function) -> bool:
         return any(operator_of(node) is not None or gather.seed_at(node) is not None for node in function)
@@ -317,7 +232,7 @@ class _Mapper:
         if seed is None:
             return
         if seed.problem is not None:
-            self.sites.append(Site(_name_of(seed), seed.form, None, False, seed.problem))
+            self.sites.append(_left_alone(seed, seed.problem))
             return
         self.sites.append(self._map_seed(seed))
 
@@ -337,7 +252,7 @@ class _Mapper:
                 return _site(self._write_finalize(seed, tail), seed.form, reason is None, reason)
             except MoetrtError as error:
                 reason = str(error)
-        return Site(_name_of(seed), seed.form, None, False, reason)
+        return _left_alone(seed, reason)
 
     def _write_norm(self, seed: Seed, tail: Tail, norm: RmsNorm) -> ir.Node:
         shared, residual = _split_terms(tail.terms)
@@ -537,9 +452,13 @@ def _scope(node: ir.Node) -> str:
     return "" if name == node.op_type else name.removesuffix(f"/{node.op_type}")
 
 
-def _name_of(seed: Seed) -> str:
+def _left_alone(seed: Seed, reason: str | None) -> Site:
+    """The site of a tail whose nodes stay as they are."""
+    if operator_of(seed.node) is not None:
+        return _site(seed.node, seed.form, False, reason)
     scope = _scope(seed.node)
-    return f"{scope} ({named(seed.node)})" if scope else named(seed.node)
+    name = f"{scope} ({named(seed.node)})" if scope else named(seed.node)
+    return Site(name, seed.form, None, False, reason)
 
 
 def _write_plugin_attributes(node: ir.Node) -> None:
@@ -566,8 +485,12 @@ def _described(value: ir.Value) -> dict[str, Any]:
     return {"value": value.name, "dtype": value.dtype.name if value.dtype is not None else None, "shape": dims(value)}
 
 
-def _sort_topk(model: ir.Model) -> int:
-    """TensorRT takes TopK with sorted=1 only; sorted output is one of the orders that sorted=0 allows."""
+def sort_topk(model: ir.Model) -> int:
+    """Makes every TopK sort: TensorRT takes no other, and sorted is one of the orders that sorted=0 allows.
+
+    Returns:
+        how many did not before.
+    """
     changed = 0
     for node in _all_nodes(model):
         if node.op_type == "TopK" and node.domain == "" and node.attributes.get_int("sorted", 1) == 0:

@@ -1,17 +1,22 @@
 """ONNX models go from file to file without their weights passing through memory."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import onnx
 import onnx_ir as ir
 
 from moetrt.errors import InputError
-from moetrt.files import existing_file, write_atomically
+from moetrt.files import Named, check_distinct, existing_file, output_file, write_atomically
+from moetrt.quiet import quiet
+from moetrt.spec import DOMAIN, OPERATORS
+
+OLDEST_OPSET = 17
+"""The first version of the standard operators that is taken; the last is the one that the installed onnx knows."""
 
 # Smaller tensors stay in the model file: scalars and shapes are read while mapping.
 SMALL_TENSOR_BYTES = 1024
@@ -62,8 +67,10 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
         path: the ``.onnx`` file (protobuf). External data is looked for beside it.
 
     Raises:
-        InputError: the file is missing, a folder, not ONNX or cut short; or a data file that it names is missing, too
-            short, or lies outside the model's folder.
+        InputError: the file is missing, a folder, not ONNX or cut short; the model does not pass onnx.checker or has
+            another opset than those from ``OLDEST_OPSET`` to onnx's newest; or a data file that it names is missing,
+            too short, or lies outside the model's folder.
+        InputTypeError: ``path`` is no path.
     """
     source = existing_file(path, "ONNX model")
     if source.stat().st_size == 0:
@@ -74,8 +81,19 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
         raise InputError(f"'{source}' is not an ONNX model, or was cut short: {_one_line(error)}") from error
     if not proto.ir_version or not proto.HasField("graph") or not proto.opset_import:
         raise InputError(f"'{source}' is not an ONNX model, or was cut short: it has no IR version, graph or opset")
+    if not proto.graph.name:
+        # The checker wants a name; no reader does.
+        proto.graph.name = "graph"
+    _check_opset(proto, source)
+    for node in proto.graph.node:
+        if node.op_type in OPERATORS and node.domain in ("", "ai.onnx"):
+            # The checker would only say that it knows no such operator.
+            raise InputError(f"ONNX model '{source}': node '{node.name}': domain was ''; '{DOMAIN}' is taken")
+    _check_external_fields(proto, source)
+    check_proto(proto, source)
     try:
-        model = ir.from_proto(proto)
+        with quiet():
+            model = ir.from_proto(proto)
     except Exception as error:  # onnx_ir raises whatever its parts raise, with the path to the broken part in the text
         raise InputError(f"ONNX model '{source}' is not well formed: {_one_line(error)}") from error
     folder = Path(os.path.abspath(source.parent))
@@ -84,6 +102,55 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
             place.tensor.base_dir = folder
             _check_external(source, folder, place.tensor)
     return model
+
+
+def _check_opset(proto: onnx.ModelProto, source: Path) -> None:
+    newest = onnx.defs.onnx_opset_version()
+    for opset in proto.opset_import:
+        if opset.domain in ("", "ai.onnx") and not OLDEST_OPSET <= opset.version <= newest:
+            raise InputError(
+                f"ONNX model '{source}': its opset was {opset.version}; {OLDEST_OPSET} to {newest} are taken"
+            )
+
+
+def _check_external_fields(proto: onnx.ModelProto, source: Path) -> None:
+    """onnx_ir reads these numbers too, but does not say which tensor they belong to."""
+    for tensor in _external_tensors(proto):
+        for field in tensor.external_data:
+            # int() would take "+1", "1_0" and other alphabets' digits, which other readers do not.
+            if field.key in ("offset", "length") and not (field.value.isascii() and field.value.isdecimal()):
+                raise InputError(
+                    f"ONNX model '{source}': {field.key} of '{tensor.name}' in its data file was '{field.value}'; "
+                    "a number of bytes is taken"
+                )
+
+
+def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
+    """Every tensor anywhere in a protobuf message whose data is in another file."""
+    if isinstance(message, onnx.TensorProto):
+        if message.data_location == onnx.TensorProto.EXTERNAL:
+            yield message
+        return
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_MESSAGE:
+            for inner in value if isinstance(value, Sequence) else [value]:
+                yield from _external_tensors(inner)
+
+
+def data_files(model: ir.Model) -> list[Path]:
+    """The files that hold tensors of ``model``, each once, in the order of the model."""
+    paths = [Path(place.tensor.path) for place in _places(model) if isinstance(place.tensor, ir.ExternalTensor)]
+    return list(dict.fromkeys(paths))
+
+
+def files_of(model: ir.Model, path: str | os.PathLike[str]) -> list[Named]:
+    """``path``, which ``model`` was read from, and its data files, as `moetrt.files.check_distinct` takes them."""
+    return [("ONNX model", path), *((f"data file of '{os.fspath(path)}'", file) for file in data_files(model))]
+
+
+def data_path_of(path: Path) -> Path:
+    """Where `save_model` puts the large tensors of the model ``path``."""
+    return path.with_name(path.name + ".data")
 
 
 def _one_line(error: BaseException) -> str:
@@ -100,7 +167,12 @@ def _check_external(source: Path, folder: Path, tensor: ir.ExternalTensor) -> No
         )
     if not data.is_file():
         raise InputError(f"ONNX model '{source}' needs its data file '{location}' beside it: '{data}' does not exist")
-    end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
+    if tensor.length not in (None, 0, tensor.nbytes):
+        raise InputError(
+            f"ONNX model '{source}': length of '{tensor.name}' in '{location}' was {tensor.length} bytes; "
+            f"its shape and dtype make {tensor.nbytes}"
+        )
+    end = (tensor.offset or 0) + tensor.nbytes
     size = data.stat().st_size
     if end > size:
         raise InputError(
@@ -122,13 +194,18 @@ def save_model(model: ir.Model, path: str | os.PathLike[str]) -> Path:
         ``path``.
 
     Raises:
-        InputError: the model does not pass onnx.checker, or the folder cannot be written.
+        InputError: the model does not pass onnx.checker, the folder cannot be written, or as of
+            `moetrt.files.output_file`.
+        InputTypeError: ``path`` is no path.
     """
-    target = Path(path)
-    if target.is_dir():
-        raise InputError(f"output file '{target}' is a folder")
-    data_path = target.with_name(target.name + ".data")
+    target = output_file(path)
+    data_path = data_path_of(target)
+    check_distinct([], [("output file", target), ("data file", data_path)])
     places = [place for place in _places(model) if _belongs_outside(place.tensor)]
+    real = Path(os.path.realpath(target))
+    if places and real.parent != Path(os.path.realpath(target.parent)):
+        # Readers look for data beside the path that they are given; it cannot lie beside both.
+        raise InputError(f"output file '{target}' is a link into another folder than its data's; '{real}' is taken")
     kept, moved = _split(places, data_path)
     try:
         with ExitStack() as stack:
@@ -141,9 +218,11 @@ def save_model(model: ir.Model, path: str | os.PathLike[str]) -> Path:
             proto = ir.to_proto(model)
             check_proto(proto, target)
             temporary.write_bytes(proto.SerializeToString(deterministic=True))
-    except BaseException:
+    except BaseException as error:
         for place in places:
             place.put(place.tensor)
+        if isinstance(error, OSError):
+            raise InputError(f"'{target}' cannot be written: {error.strerror or error}") from error
         raise
     for place in places:
         if isinstance(place.tensor, ir.ExternalTensor):
@@ -219,8 +298,6 @@ def _write_data(places: list[_Place], temporary: Path, data_path: Path) -> None:
 def _copy_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
     if isinstance(tensor, ir.ExternalTensor):
         _copy_range(Path(tensor.path), tensor.offset or 0, tensor.nbytes, file)
-    elif hasattr(tensor, "tofile"):
-        tensor.tofile(file)
     else:
         file.write(tensor.tobytes())
 
@@ -239,21 +316,34 @@ def _copy_range(source: Path, offset: int, length: int, file: BinaryIO) -> None:
 
 
 def without_external_data(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of ``proto`` whose external initializers are inputs, for tools that would look for their files."""
+    """A copy of ``proto`` whose external tensors are inputs of the graph, for tools that would look for their files."""
     lean = onnx.ModelProto()
     lean.CopyFrom(proto)
     inputs = {value.name for value in lean.graph.input}
-    kept = []
-    for tensor in lean.graph.initializer:
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            kept.append(tensor)
-        elif tensor.name not in inputs:
-            lean.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    if len(kept) != len(lean.graph.initializer):
-        kept = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in kept]
-        del lean.graph.initializer[:]
-        lean.graph.initializer.extend(kept)
+    for name, tensor in _take_out_external(lean.graph):
+        if name not in inputs:
+            lean.graph.input.append(onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
     return lean
+
+
+def _take_out_external(graph: onnx.GraphProto) -> list[tuple[str, onnx.TensorProto]]:
+    """Removes external initializers and Constant nodes, of inner graphs too, which may read the outer inputs."""
+    found: list[tuple[str, onnx.TensorProto]] = []
+    for index in reversed(range(len(graph.initializer))):
+        tensor = graph.initializer[index]
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            found.append((tensor.name, onnx.TensorProto.FromString(tensor.SerializeToString())))
+            del graph.initializer[index]
+    for index in reversed(range(len(graph.node))):
+        node = graph.node[index]
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                found += _take_out_external(inner)
+            if node.op_type == "Constant" and attribute.t.data_location == onnx.TensorProto.EXTERNAL:
+                found.append((node.output[0], onnx.TensorProto.FromString(attribute.t.SerializeToString())))
+        if found and found[-1][0] in node.output:
+            del graph.node[index]
+    return found
 
 
 def check_proto(proto: onnx.ModelProto, name: str | os.PathLike[str]) -> None:

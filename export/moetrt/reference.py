@@ -4,12 +4,13 @@ Inside it computes in float32, or in float64 where the rows are float64: the lat
 against, and is taken by the reference alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moetrt.definition import evaluate
+from moetrt.errors import InputError, InputTypeError
 from moetrt.spec import DATA_DTYPES, Operand, OperatorSpec, check_operands
 
 REFERENCE_DTYPES = (*DATA_DTYPES, "float64")
@@ -19,6 +20,31 @@ def operand(tensor: torch.Tensor) -> Operand:
     """What `moetrt.spec.check_operands` needs to know of a tensor; symbolic dimensions count as not known."""
     shape = tuple(dim if isinstance(dim, int) else None for dim in tensor.shape)
     return Operand(str(tensor.dtype).removeprefix("torch."), shape)
+
+
+def check_tensors(
+    spec: OperatorSpec, given: Mapping[str, torch.Tensor], *, data_dtypes: Sequence[str] = REFERENCE_DTYPES
+) -> None:
+    """Checks the tensors that an operator is given: their types, dtypes, known sizes, and that one device has them all.
+
+    Args:
+        spec: the operator.
+        given: the inputs that are present, by name.
+        data_dtypes: what the rows may be.
+
+    Raises:
+        InputTypeError, InputError: one that is not taken.
+    """
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InputTypeError(f"{spec.name}: input {name} was a {type(tensor).__name__}; a torch.Tensor is taken")
+    check_operands(spec, {name: operand(tensor) for name, tensor in given.items()}, data_dtypes=data_dtypes)
+    device = given["gemm2_permuted"].device
+    for name, tensor in given.items():
+        if tensor.device != device:
+            raise InputError(
+                f"{spec.name}: input {name} was on {tensor.device}; {device}, where gemm2_permuted is, is taken"
+            )
 
 
 def reference(
@@ -37,11 +63,11 @@ def reference(
         else ``[T, H]``.
 
     Raises:
-        InputTypeError, InputError: a dtype, shape or attribute that is not taken.
+        InputTypeError, InputError: a dtype, shape, device or attribute that is not taken.
     """
     complete = spec.complete(attributes)
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    check_operands(spec, {name: operand(tensor) for name, tensor in given.items()}, data_dtypes=REFERENCE_DTYPES)
+    check_tensors(spec, given)
     return evaluate(spec, _TorchOps(given["gemm2_permuted"], complete), given)
 
 

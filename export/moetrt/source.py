@@ -212,13 +212,12 @@ def as_source(value: Any, where: str = "the model") -> Source:
         InputTypeError: another type.
         InputError: a model without MoE, or no tensor among the example inputs.
     """
-    from transformers import PreTrainedModel
-
+    from moetrt.experts import is_transformers_model
     from moetrt.huggingface import causal_lm
 
     if isinstance(value, Source):
         return value
-    if isinstance(value, PreTrainedModel):
+    if is_transformers_model(value):
         return causal_lm(value)
     if _is_module_with_inputs(value):
         return _module_source(*value, where=where)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 from moetrt.cuda_op import run_on_cuda
-from moetrt.reference import REFERENCE_DTYPES, operand, reference
-from moetrt.spec import DOMAIN, OPERATORS, AttributeSpec, OperatorSpec, check_operands
+from moetrt.reference import check_tensors, reference
+from moetrt.spec import DOMAIN, OPERATORS, AttributeSpec, OperatorSpec
 
 
 def schema(spec: OperatorSpec) -> str:
@@ -41,9 +41,10 @@ def _implementation(spec: OperatorSpec, compute: Callable[..., tuple[torch.Tenso
 
 def _fake(spec: OperatorSpec) -> Callable[..., object]:
     def run(*inputs: torch.Tensor | None, **attributes: object) -> object:
-        spec.complete(attributes)
+        # A scalar that torch.compile keeps open has no value yet; the implementation checks it.
+        spec.complete({name: value for name, value in attributes.items() if isinstance(value, int | float)})
         given = {name: tensor for name, tensor in _by_name(spec, inputs).items() if tensor is not None}
-        check_operands(spec, {name: operand(tensor) for name, tensor in given.items()}, data_dtypes=REFERENCE_DTYPES)
+        check_tensors(spec, given)
         rows, weights = given["gemm2_permuted"], given["expert_weights"]
         like = given.get("residual", given.get("shared_output"))
         shape = like.shape if like is not None else (weights.shape[0], given.get("gamma", rows).shape[-1])

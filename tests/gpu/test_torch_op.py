@@ -85,5 +85,5 @@ def test_in_torch_compile_and_in_a_cuda_graph(on_gpu: PluginLibrary, seed: int) 
 def test_a_tensor_on_another_device_is_refused(on_gpu: PluginLibrary, seed: int) -> None:
     case = make_case(hidden=64, seed=seed)
     tensors = {name: tensor.cuda() for name, tensor in case.tensors.items()} | {"gamma": case.tensors["gamma"]}
-    with pytest.raises(InputError, match="input gamma was on cpu; cuda:0, as gemm2_permuted, is taken"):
+    with pytest.raises(InputError, match="input gamma was on cpu; cuda:0, where gemm2_permuted is, is taken"):
         cuda_op.run_on_cuda(case.spec, tensors, {})

@@ -3,6 +3,7 @@
 import onnx_ir as ir
 
 from moetrt.onnx_op import named_inputs, operator_of, read_attributes
+from moetrt.segments.reading import named
 from moetrt.segments.tail import Operand, Seed, Term
 from moetrt.spec import FINALIZE_ADD
 
@@ -29,4 +30,6 @@ def seed_at(node: ir.Node) -> Seed | None:
         scale=combine * float(attributes["routed_scaling_factor"]),
         terms=[Term(shared, gate, combine, shared=True)] if shared is not None else [],
         apply_expert_weights=int(attributes["apply_expert_weights"]),
+        # The routed part's own factor could not be told from the whole any more.
+        problem=f"the combine_scale of {named(node)} is 0" if combine == 0 else None,
     )

@@ -241,8 +241,6 @@ def _mask(condition: ir.Value, keeps: bool) -> ir.Value:
         raise _NotThis
     if is_op(node, "Not"):
         return _mask(_given(node.inputs[0]), not keeps)
-    if is_op(node, "Cast"):
-        return _mask(_given(node.inputs[0]), keeps)
     if len(node.inputs) != 2:
         raise _NotThis
     first, second = scalar(node.inputs[0]), scalar(node.inputs[1])
@@ -285,8 +283,6 @@ def _index(value: ir.Value, rows: ir.Value) -> tuple[ir.Value, ir.Value | None]:
             kept = operands[0] if upper is None or _is_last_row(upper, rows) else None
         elif is_op(node, "Max") and len(operands) == 2:
             kept = next((operands[1 - i] for i in (0, 1) if scalar(operands[i]) == 0), None)
-        elif is_op(node, "Relu"):
-            kept = operands[0]
         elif is_op(node, "Where"):
             kept = _masked_index(node)
         elif is_op(node, "Min") and len(operands) == 2:
@@ -352,7 +348,7 @@ def _never_negative(value: ir.Value) -> bool:
         return _never_negative(_given(node.inputs[0]))
     if is_op(node, "ScatterElements", "ScatterND"):
         return all(_never_negative(_given(node.inputs[index])) for index in (0, 2))
-    return is_op(node, "ArgMax", "ArgMin", "NonZero")
+    return False
 
 
 def _assemble(
@@ -408,16 +404,10 @@ def _assemble(
 
 
 def _per_route_operand(value: ir.Value, top_k: int | str | None) -> tuple[Operand, str | None]:
-    """``value`` as an operand of shape [T, K] (int32 for the map), and what is wrong with it."""
+    """``value``, one number a route in the routes' order, as an operand of shape [T, K]; and what is wrong with it."""
     cast = ir.DataType.INT32 if value.dtype == ir.DataType.INT64 else None
-    if value.dtype not in (*_INTEGERS, *FLOAT_DTYPES):
-        return Operand(value), f"'{value.name}' is {value.dtype}, neither a number a route nor a map"
-    size = rank(value)
-    if size == 2 and dim(value, 1) == top_k:
+    if rank(value) == 2 and dim(value, 1) == top_k:
         return Operand(value, cast), None
-    if size is not None and isinstance(top_k, int):
-        shape = dims(value) or []
-        flat = size == 1 or (size == 2 and shape[1] == 1) or (size == 3 and shape[1:] == [top_k, 1])
-        if flat:
-            return Operand(value, cast, (-1, top_k)), None
-    return Operand(value, cast), f"'{value.name}' has shape {dims(value)}; [T, K] with K = {top_k} is taken"
+    if isinstance(top_k, int):
+        return Operand(value, cast, (-1, top_k)), None
+    return Operand(value, cast), f"'{value.name}' has shape {dims(value)}; [T, K] is taken where K is no number"

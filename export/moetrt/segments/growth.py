@@ -250,12 +250,10 @@ def _in_data(value: ir.Value, seed: Seed) -> ir.Value:
     narrow = before_upcast(value)
     if narrow.dtype == seed.data:
         return narrow
-    if value.dtype != seed.data:
-        raise _Stop(
-            f"'{value.name}' that is added is {_name(value.dtype)} while the rows are {_name(seed.data)}: "
-            "mixed dtypes; keep the rows and the residual in one dtype"
-        )
-    return value
+    raise _Stop(
+        f"'{value.name}' that is added is {_name(value.dtype)} while the rows are {_name(seed.data)}: "
+        "mixed dtypes; keep the rows and the residual in one dtype"
+    )
 
 
 def _gated(added: ir.Value, seed: Seed) -> Term | None:

@@ -154,7 +154,8 @@ def _spelled_out(node: ir.Node, source: ir.Value, hidden: ir.Value) -> _Found | 
     if gamma is None:
         raise _No(f"{named(multiply)} has no second operand")
     if narrow - {hidden.dtype}:
-        raise _No(f"the normalised value '{normalised.name}' is {_dtype(normalised)}; the rows are {_dtype(hidden)}")
+        names = " and ".join(sorted(dtype.name for dtype in narrow if dtype is not None))
+        raise _No(f"the normalised value '{normalised.name}' is rounded to {names}; the rows are {_dtype(hidden)}")
     return _rounded(multiply.outputs[0], hidden), gamma, eps, 0 if narrow else 1
 
 

@@ -1,0 +1,118 @@
+"""What became of a model's MoE tails: a report of every site."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moetrt.files import write_atomically
+
+MAPPED_FORM = "mapped before"
+"""Form of a tail that was a plugin node with its norm already."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One MoE tail of the graph.
+
+    Attributes:
+        name: the plugin node's name, else the name of the node where the tail was found.
+        form: how the graph spelled it: "finalize node", "gather", or "mapped before".
+        operator: the plugin node that is there now, or None.
+        matched: whether all that belongs to the tail is in that node.
+        reason: where not, the first thing that kept it out, in words.
+        attributes: the node's attributes, without its ``has_*`` flags.
+        inputs: by name: value, dtype and shape.
+        outputs: likewise.
+    """
+
+    name: str
+    form: str
+    operator: str | None
+    matched: bool
+    reason: str | None
+    attributes: dict[str, float | int] = field(default_factory=dict)
+    inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def became(self) -> str:
+        """In words, what the tail is now and, where something was left out, why."""
+        if self.matched:
+            return str(self.operator)
+        return f"{self.operator} without its norm: {self.reason}" if self.operator else f"not mapped: {self.reason}"
+
+    @property
+    def dtype(self) -> str | None:
+        """The rows' dtype in ONNX's spelling."""
+        rows = self.inputs.get("gemm2_permuted")
+        return rows["dtype"] if rows else None
+
+    @property
+    def shapes(self) -> dict[str, list[int | str | None] | None]:
+        """The shapes of all inputs and outputs by name."""
+        return {name: entry["shape"] for name, entry in (self.inputs | self.outputs).items()}
+
+
+@dataclass
+class MappingReport:
+    """What became of a model's tails.
+
+    Attributes:
+        sites: every tail, in the order of the graph.
+        expected: how many tails the model has according to capture; None where nobody said.
+        sorted_topk: how many TopK nodes were made to sort, because TensorRT takes no others.
+        notes: what else the user should know.
+    """
+
+    sites: list[Site]
+    expected: int | None = None
+    sorted_topk: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def found(self) -> int:
+        return len(self.sites)
+
+    @property
+    def mapped(self) -> int:
+        """How many tails are wholly in their plugin node."""
+        return sum(site.matched for site in self.sites)
+
+    @property
+    def unmatched(self) -> list[Site]:
+        return [site for site in self.sites if not site.matched]
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are tails, as many as expected, and all are mapped."""
+        expected = self.found if self.expected is None else self.expected
+        return self.mapped == self.found == expected and (self.found > 0 or self.expected == 0)
+
+    def summary(self) -> str:
+        """One line: how many were found, expected and mapped."""
+        expected = "unknown" if self.expected is None else str(self.expected)
+        return f"tails: {self.found} found, {expected} expected, {self.mapped} mapped"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {
+            "found": self.found,
+            "expected": self.expected,
+            "mapped": self.mapped,
+            "complete": self.complete,
+            "sorted_topk": self.sorted_topk,
+            "notes": list(self.notes),
+            "sites": [asdict(site) for site in self.sites],
+        }
+
+    def write_json(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the report to ``path``.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        with write_atomically(path) as temporary:
+            temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        return Path(path)
