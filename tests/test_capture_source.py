@@ -2,19 +2,22 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from moetrt.capture import export
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.nested import flatten, names_of
+from moetrt.parity import compare
 from moetrt.quiet import quiet
 from moetrt.source import Source, as_source, load_source
 from tests.models import contract, families
 
 ROOT = Path(__file__).parents[1]
+X = torch.zeros(2, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +137,10 @@ def test_a_folder_that_is_not_taken(
         ("tests.models.wrong:NOT_CALLABLE", "is of type int; a function without arguments is taken"),
         ("tests.models.wrong:needs_arguments", "raised TypeError: .* missing 1 required positional argument: 'size'"),
         ("tests.models.wrong:raises", "source 'tests.models.wrong:raises' raised KeyError: 'weights of layer 7'"),
+        ("tests.models.wrong:exits", "source 'tests.models.wrong:exits' raised SystemExit: 0"),
+        ("tests.models.wrong:exits_when_imported", "exits_when_imported' raised SystemExit: 3"),
+        ("tests.models.script:x", "importing 'tests.models.script' raised SystemExit: 3"),
+        ("tests.models.wrong:module_exits", "called with its example inputs raised SystemExit: 5"),
         ("tests.models.wrong:number", "gave an object of type int; a Transformers model, a moetrt.source.Source or"),
         ("tests.models.wrong:bare_module", r"gave the module Linear without inputs; \(module, example_inputs\) is"),
         ("tests.models.wrong:no_tensors", "gave example inputs without a tensor"),
@@ -145,6 +152,56 @@ def test_a_source_that_is_not_taken(text: str, line: str) -> None:
     with pytest.raises(MoetrtError, match=line) as caught:
         load_source(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, 3, b"moetrt.models:deepseek_v3", ["a"]])
+def test_a_source_of_another_type_is_named(text: object) -> None:
+    with pytest.raises(InputTypeError, match=f"^source was of type {type(text).__name__}; a str or a path is taken$"):
+        load_source(text)  # type: ignore[arg-type]
+
+
+def test_a_source_folder_may_be_a_path(saved: Path) -> None:
+    assert load_source(saved).description == "DeepseekV3ForCausalLM"
+    with pytest.raises(InputError, match="source folder '/nope' does not exist"):
+        load_source(Path("/nope"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"module": "m"}, "the module of a source was of type str; a torch.nn.Module is taken"),
+        (
+            {"example_inputs": [X]},
+            "the example inputs of a source was of type list; a dict of tensors by name is taken",
+        ),
+        ({"example_inputs": {"x": 3}}, "example input 'x' was of type int; a tensor is taken"),
+        ({"example_inputs": {3: X}}, "the name of an example input was of type int; a str is taken"),
+        ({"output_names": "output"}, "the output names of a source was of type str; a sequence of names is taken"),
+        ({"output_names": (1,)}, "the name of an output was of type int; a str is taken"),
+        ({"tails_expected": "3"}, "tails_expected of a source was of type str; an int or None is taken"),
+        ({"description": None}, "the description of a source was of type NoneType; a str is taken"),
+        ({"random_inputs": 7}, "random_inputs of a source was of type int; a function of seed and sizes, or None,"),
+        ({"dynamic_shapes": "x"}, "the dynamic dimensions was of type str; a dict such as "),
+        ({"dynamic_shapes": {"x": ["n"]}}, "the dynamic dimensions of input 'x' was of type list; a dict such as "),
+        ({"dynamic_shapes": {"x": {0: 3}}}, "the name of dynamic dimension 0 of input 'x' was of type int; a str is"),
+        ({"dynamic_shapes": {"x": {"0": "n"}}}, "dynamic dimension '0' of input 'x' was of type str; an int is taken"),
+    ],
+)
+def test_a_part_of_a_source_of_another_type_is_named(changes: dict[str, object], line: str) -> None:
+    parts = {"module": torch.nn.Identity(), "example_inputs": {"x": X}} | changes
+    with pytest.raises(InputTypeError) as caught:
+        Source(**parts)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize("source", ["tests.models.contract:front", None, torch.nn.Identity()])
+def test_what_takes_a_source_takes_nothing_else(source: object, tmp_path: Path) -> None:
+    line = f"the source was of type {type(source).__name__}; a moetrt.source.Source, which load_source and as_source"
+    with pytest.raises(InputTypeError, match=line):
+        export(source, tmp_path / "out")  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match=line):
+        compare(tmp_path / "mapped.onnx", source)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_factories_of_the_current_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +270,32 @@ def test_sizes_that_are_not_taken() -> None:
         source.make_inputs(0, tokens=0)
     with pytest.raises(InputError, match="there are none: every dimension is fixed"):
         as_source(contract.producer()).make_inputs(0, tokens=2)
+    with pytest.raises(InputTypeError, match="the size 'tokens' was of type float; a whole number is taken"):
+        source.make_inputs(0, tokens=2.0)  # type: ignore[arg-type]
+    # More than any memory, and more than torch can count.
+    for size in (10**17, 10**30):
+        with pytest.raises(InputError, match=f"^inputs of Front with seed=0, .*tokens={size}.* cannot be made: "):
+            source.make_inputs(0, tokens=size)
+
+
+def test_seeds_that_are_not_taken() -> None:
+    source = as_source(contract.front())
+    assert source.make_inputs(-(2**63)).keys() == source.make_inputs(2**64 - 1).keys()
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(InputError, match=f"the seed was {seed}; -9223372036854775808 to 18446744073709551615 is"):
+            source.make_inputs(seed)
+    with pytest.raises(InputTypeError, match="the seed was of type str; a whole number is taken"):
+        source.make_inputs("0")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [KeyError("tokens"), SystemExit(0)])
+def test_random_inputs_that_raise_are_named(error: BaseException) -> None:
+    def fails(seed: int, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        raise error
+
+    source = Source(torch.nn.Identity(), {"x": X}, random_inputs=fails, description="Mine")
+    with pytest.raises(InputError, match=f"^inputs of Mine with seed=4 cannot be made: {type(error).__name__}: "):
+        source.make_inputs(4)
 
 
 def test_case32_sizes_of_shapes() -> None:

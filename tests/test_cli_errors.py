@@ -3,9 +3,13 @@
 The command line's side of cases 21 (a mapping that finds nothing) and 32 (a wrong shape name).
 """
 
+import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +131,27 @@ def test_export_of_no_source(source: str, said: str, refused: Refused, tmp_path:
     assert contents(tmp_path) <= {"out"}
 
 
+def test_a_factory_that_exits_does_not_end_the_command(
+    refused: Refused, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["export", "tests.models.wrong:exits", "-o", str(tmp_path / "out")]) == 2
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert shown.err == (
+        "this is not moetrt's\nmoetrt: error: source 'tests.models.wrong:exits' raised SystemExit: 0\n"
+    )
+    assert "SystemExit: 5" in refused("export", "tests.models.wrong:module_exits", "-o", tmp_path / "out")
+    assert contents(tmp_path) == set()
+
+
+def test_what_a_factory_prints_is_not_among_the_results(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["export", "tests.models.wrong:talks", "-o", str(tmp_path)]) == 0
+    shown = capfd.readouterr()
+    assert shown.out.startswith("ok     load     Linear  ")
+    assert "this is not" not in shown.out
+    assert shown.err == "this is not moetrt's\n"
+
+
 def test_export_of_a_folder_without_a_model(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no config.json" in refused("export", tmp_path / "empty", "-o", tmp_path / "out")
@@ -199,6 +224,8 @@ def test_case21_building_a_model_without_tails_says_so(refused: Refused, plain_o
         (["--min", "x:9x64", "--opt", "x:4x64"], "above"),
         (["--opt", "x:4x65"], "x"),
         (["--opt", "x"], "NAME:DIMS"),
+        (["--max", "x:99999999999999999999x64"], "at most 2147483647 is taken"),
+        (["--max", "x:2147483648x64"], "0 to 2147483647 is taken"),
         (["--target", "SM20"], "'SM20'"),
         (["--plugin", "missing.so"], "'missing.so' does not exist"),
         (["--plugin", "missing.so", "--no-plugin"], "--no-plugin"),
@@ -262,6 +289,11 @@ def test_compare_with_another_model(refused: Refused, mapped_block: Path) -> Non
 def test_compare_with_a_shape_the_model_has_not(refused: Refused, mapped_block: Path) -> None:
     line = refused("compare", mapped_block, "--against", BLOCK, "--shapes", "hidden:4x64")
     assert "'hidden'" in line
+
+
+def test_compare_with_a_seed_that_torch_has_not(refused: Refused, mapped_block: Path) -> None:
+    line = refused("compare", mapped_block, "--against", BLOCK, "--seed", "9" * 23)
+    assert f"the seed was {'9' * 23}; " in line
 
 
 def test_compare_says_which_output_differs(refused: Refused, mapped_block: Path) -> None:
@@ -329,6 +361,64 @@ def test_an_invalid_model_is_named_by_every_command(refused: Refused, plain_onnx
         line = refused(*words)
         assert f"ONNX model '{plain_onnx}' is not valid" in line, words
         assert "'zzz'" in line, words
+
+
+def moetrt(*words: object, folder: Path, closed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process of its own; ``closed`` is what the shell does to its streams."""
+    command = shlex.join([sys.executable, "-m", "moetrt", *map(str, words)])
+    return subprocess.run(
+        ["/bin/sh", "-c", f"{command} {closed}"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_stdout_that_is_closed_is_no_fault(plain_onnx: Path) -> None:
+    done = moetrt("inspect", plain_onnx, folder=plain_onnx.parent, closed=">&-")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["inspect", "plain.onnx"], ["inspect", "plain.onnx", "--json"], ["--help"]])
+def test_stdout_that_is_full_is_one_line(plain_onnx: Path, words: list[str]) -> None:
+    done = moetrt(*words, folder=plain_onnx.parent, closed=">/dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "moetrt: error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full"])
+def test_the_exit_code_is_the_same_where_stderr_is_lost(tmp_path: Path, closed: str) -> None:
+    assert moetrt("inspect", "missing.onnx", folder=tmp_path, closed=closed).returncode == 2
+
+
+def test_a_name_that_the_terminal_has_no_letters_for_is_escaped(plain_onnx: Path) -> None:
+    name = "\u00fc x.onnx"
+    shutil.copy(plain_onnx, plain_onnx.with_name(name))
+    done = moetrt("inspect", name, folder=plain_onnx.parent, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xfc x.onnx" in done.stdout
+
+
+def test_what_the_system_refuses_is_not_a_fault_of_moetrt(refused: Refused) -> None:
+    name = "x" * 5000
+    assert refused("inspect", name).endswith(": File name too long")
+
+
+def test_an_interrupted_build_exits_with_130(refused: Refused, mapped_block: Path, tmp_path: Path) -> None:
+    timer = threading.Timer(0, signal.raise_signal, [signal.SIGINT])
+
+    def interrupted(*_: object, **__: object) -> None:
+        timer.start()
+        timer.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moetrt.engine._TensorRT.parse", interrupted)
+        patch.setattr("moetrt.engine._TensorRT.layers", lambda *_: (0, []))
+        line = refused("build", mapped_block, "-o", tmp_path / "out.engine", code=130)
+    assert line == "moetrt: error: interrupted"
+    assert contents(tmp_path) == set()
 
 
 def test_the_installed_command_exits_with_2_and_one_line(tmp_path: Path) -> None:

@@ -45,6 +45,21 @@ def test_a_pipe_gets_results_alone() -> None:
     assert second == "       tails: 3"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_others_print_during_a_step_is_not_among_the_results(
+    terminal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, stream = output_to(terminal)
+    with out.step("load") as step:
+        print("from the user's model")
+        step.result = "done"
+    print("after it")
+    shown = capsys.readouterr()
+    assert shown.out == "after it\n"
+    # Where somebody watches, rich prints it above the spinner.
+    assert "from the user's model" in (stream.getvalue() if terminal else shown.err)
+
+
 def test_a_step_that_fell_short_says_so() -> None:
     out, stream = output_to(terminal=False)
     with out.step("map") as step:

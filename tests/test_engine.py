@@ -4,19 +4,22 @@ import errno
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from moetrt.engine import build_engine, read_sidecar
+from moetrt.engine import _interrupts_kept, build_engine, read_sidecar
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.onnx_op import attach_functions, make_model, make_node, operator_of, remove_functions
-from moetrt.profiles import DEFAULT_RANGE, make_profile, parse_shapes
+from moetrt.profiles import DEFAULT_RANGE, make_profile, parse_shapes, split_profiles
 from moetrt.registry import check_functions, check_registry, run_as_functions
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, Operand
 
@@ -84,6 +87,13 @@ def test_shapes_are_read_as_the_command_line_takes_them() -> None:
 def test_a_text_that_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=r"^shape was '.*'; NAME:DIMS is taken, such as hidden:4x2048$"):
         parse_shapes([text])
+
+
+def test_a_size_far_too_large_is_refused() -> None:
+    # Python itself reads no more than 4300 digits.
+    for size in ("99999999999999999999", "9" * 5000):
+        with pytest.raises(InputError, match=f"^shape of x has the size {size[:20]}9*; at most 2147483647 is taken$"):
+            parse_shapes([f"x:{size}x4"])
 
 
 def test_a_shape_given_twice_is_refused() -> None:
@@ -158,6 +168,53 @@ def test_case32_shapes_that_contradict_the_model_are_refused(
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("profiles", "kind", "line"),
+    [
+        (
+            "x",
+            InputTypeError,
+            "the profiles were of type str; a dict of (min, opt, max), each a shape or None, is taken",
+        ),
+        ([("ids", (1, 1))], InputTypeError, "the profiles were of type list; a dict of (min, opt, max), "),
+        (
+            {"ids": ((1, 1),)},
+            InputError,
+            "the profile of 'ids' has 1 entries; (min, opt, max), each a shape or None, is",
+        ),
+        ({"ids": "1x1"}, InputTypeError, "the profile of 'ids' was of type str; (min, opt, max), each a shape or None"),
+        ({"ids": 3}, InputTypeError, "the profile of 'ids' was of type int; (min, opt, max), each a shape or None"),
+        ({"ids": (1, 2, 3)}, InputTypeError, "min shape of 'ids' was of type int; a tuple of whole numbers is taken"),
+        ({"ids": (None, "1x1", None)}, InputTypeError, "opt shape of 'ids' was of type str; a tuple of whole numbers"),
+        ({"ids": (None, None, (1.5, 1))}, InputTypeError, "max shape of 'ids' has the size 1.5; whole numbers are"),
+        ({"ids": ((-1, 1), None, None)}, InputError, "min shape of 'ids' has the size -1; 0 to 2147483647 is taken"),
+        ({"ids": (None, None, (2**31, 1))}, InputError, "max shape of 'ids' has the size 2147483648; 0 to 2147483647"),
+    ],
+)
+def test_case32_profiles_of_another_form_are_refused(profiles: Any, kind: type[MoetrtError], line: str) -> None:
+    with pytest.raises(kind) as caught:
+        split_profiles(profiles)
+    assert str(caught.value).startswith(line)
+
+
+def test_profiles_are_split_by_bound() -> None:
+    assert split_profiles(None) == ({}, {}, {})
+    profiles = {"ids": ((1, np.int64(2)), None, [4, 8]), "mask": (None, (2, 2), None)}
+    assert split_profiles(profiles) == ({"ids": (1, 2)}, {"mask": (2, 2)}, {"ids": (4, 8)})
+
+
+def test_case32_what_tensorrt_alone_refuses_of_a_profile_is_one_line(tmp_path: Path) -> None:
+    """Each size is one that TensorRT takes, but not all of them together, which its Python says in its own exception."""
+    model = save(one_tail(tokens=None), tmp_path / "model.onnx")
+    line = refused(
+        model,
+        tmp_path / "out.engine",
+        plugin_library=None,
+        profiles={"residual": (None, None, (2**31 - 1, HIDDEN)), "expert_weights": (None, None, (7, TOP_K))},
+    )
+    assert "model.onnx" in line
+
+
 def test_case32_the_build_refuses_them_before_tensorrt_starts(tmp_path: Path) -> None:
     model = save(one_tail(tokens=None), tmp_path / "model.onnx")
     line = refused(model, tmp_path / "out.engine", profiles={"residul": (None, (4, 8), None)})
@@ -223,6 +280,55 @@ def test_targets_name_gpus_that_there_are(tmp_path: Path) -> None:
     line = refused(model, tmp_path / "a.engine", plugin_library=None, targets=["SM90"])
     assert line.startswith("target was 'SM90'; TensorRT-RTX 1.")
     assert "SM89" in line
+    for targets in ("SM89", 89, [89]):
+        line = refused(model, tmp_path / "a.engine", plugin_library=None, targets=targets)
+        assert line == f"targets were {targets!r}; a sequence of names such as 'SM89' is taken"
+
+
+def test_an_interrupt_stops_the_build(tmp_path: Path) -> None:
+    """TensorRT swallows a KeyboardInterrupt that is raised while it calls back, and builds to the end."""
+    model = save(one_tail(), tmp_path / "model.onnx")
+    before = signal.getsignal(signal.SIGINT)
+    said: list[str] = []
+
+    def interrupt(line: str) -> None:
+        said.append(line)
+        if ": step " in line and len(said) < 100:
+            said.extend([""] * 100)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(model, tmp_path / "a.engine", plugin_library=None, progress=interrupt)
+    assert len(said) >= 100
+    assert signal.getsignal(signal.SIGINT) is before
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    # The next one is not disturbed.
+    assert build_engine(model, tmp_path / "a.engine", plugin_library=None).path.is_file()
+
+
+def test_a_second_interrupt_acts_as_it_did_before() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), _interrupts_kept() as interrupted:
+            assert not interrupted()
+            signal.raise_signal(signal.SIGINT)
+            assert interrupted()
+            assert seen == []
+            signal.raise_signal(signal.SIGINT)
+            assert seen == [signal.SIGINT]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with _interrupts_kept() as interrupted:
+            signal.raise_signal(signal.SIGINT)
+            assert not interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_build_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    model = save(one_tail(), tmp_path / "model.onnx")
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(build_engine, model, tmp_path / "a.engine", plugin_library=None).result().path.is_file()
 
 
 def test_an_older_engine_stays_when_a_build_is_refused(tmp_path: Path) -> None:

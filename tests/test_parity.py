@@ -1,5 +1,6 @@
 """Parity finds what it is for: planted faults are caught, correct runs pass, and every wrong pairing is one line."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 
 from moetrt.capture import export
 from moetrt.contract import MoEOutput, UnfinalizedMoEOutput
-from moetrt.errors import InputError
+from moetrt.errors import InputError, InputTypeError
 from moetrt.functional import finalize_add_rms_norm
 from moetrt.mapping import map_file
 from moetrt.onnx_files import load_model, save_model
@@ -466,6 +467,32 @@ def test_a_file_that_onnx_runtime_does_not_take_is_named(source: Source, good: P
     model.functions.clear()
     line = refused(save_model(model, good.with_name("bare.onnx")), source)
     assert line.startswith(f"ONNX Runtime does not take '{good.with_name('bare.onnx')}': ")
+
+
+def test_sizes_of_another_type_are_named(source: Source, good: Path) -> None:
+    with pytest.raises(InputTypeError, match="the sizes were of type list; a dict of ints by symbol is taken"):
+        compare(good, source, sizes=[3])  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match="the size 'tokens' was of type str; a whole number is taken"):
+        compare(good, source, sizes={"tokens": "3"})  # type: ignore[dict-item]
+    with pytest.raises(InputTypeError, match="the seed was of type NoneType; a whole number is taken"):
+        compare(good, source, seed=None)  # type: ignore[arg-type]
+
+
+def test_nan_from_inputs_that_were_drawn_like_the_example_says_so(source: Source, good: Path) -> None:
+    """The example's map names rows that fewer tokens do not have: PyTorch and ONNX Runtime both give NaN."""
+    report = compare(good, dataclasses.replace(source, random_inputs=None), sizes={"tokens": 2})
+    assert not report.passed
+    assert report.worst.nan == report.worst.pytorch_nan > 0
+    assert "drawn between the smallest and largest value of each example input" in report.worst.reason
+    assert "a moetrt.source.Source with random_inputs draws others" in "\n".join(report.lines())
+
+
+def test_a_module_that_exits_is_named(good: Path, source: Source) -> None:
+    class Exits(nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            raise SystemExit(0)
+
+    assert refused(good, dataclasses.replace(source, module=Exits())) == "pytorch failed with SystemExit: 0"
 
 
 def test_a_module_that_fails_is_named(good: Path, source: Source) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -19,7 +20,7 @@ from moetrt.mapping import TAILS_EXPECTED, sort_topk
 from moetrt.onnx_files import data_path_of, save_model
 from moetrt.onnx_op import attach_functions, named_inputs, operator_of, translation_table
 from moetrt.quiet import quiet
-from moetrt.source import FlatModule, Source, check_dynamic, first_sentence
+from moetrt.source import FlatModule, Source, check_dynamic, check_source, first_sentence
 from moetrt.spec import DATA_DTYPES
 
 MODEL_FILE = "model.onnx"
@@ -28,6 +29,7 @@ MODEL_FILE = "model.onnx"
 DEFAULT_OPSET = 22
 OPSETS = range(18, 26)
 
+_IS_DIM = re.compile("[0-9]{1,9}")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -74,6 +76,7 @@ def export(
     Raises:
         InputError: the folder cannot be written, an argument is not taken, or torch could not export the module: one
             line with the cause, from which the original is chained.
+        InputTypeError: the source is no `Source`, or the dynamic dimensions are no dict.
     """
     folder = as_path(directory, "output folder")
     path = folder / MODEL_FILE
@@ -127,8 +130,9 @@ def capture(
         ``metadata_props`` hold the number of tails that the source expects.
 
     Raises:
-        InputError: as of `export`.
+        InputError, InputTypeError: as of `export`.
     """
+    check_source(source)
     if opset not in OPSETS:
         raise InputError(f"the opset was {opset}; {OPSETS.start} to {OPSETS.stop - 1} are taken")
     chosen = source.dynamic_shapes if dynamic is True else dynamic or {}
@@ -141,7 +145,7 @@ def capture(
             model = _translate(source, chosen, opset)
     except MoetrtError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{source.description} was not exported to ONNX: {_cause(error)}") from error
     if progress:
         progress("tidying the graph")
@@ -165,7 +169,11 @@ def parse_dynamic(words: Sequence[str]) -> dict[str, dict[int, str]]:
     for word in words:
         name, colon, dims = word.rpartition(":")
         pairs = [part.partition("=") for part in dims.split(",")]
-        if not colon or not name or not all(dim.isdecimal() and symbol.isidentifier() for dim, _, symbol in pairs):
+        if (
+            not colon
+            or not name
+            or not all(_IS_DIM.fullmatch(dim) and symbol.isidentifier() for dim, _, symbol in pairs)
+        ):
             raise InputError(f"--dynamic was '{word}'; NAME:DIM=SYMBOL,... is taken, such as input_ids:0=batch,1=seq")
         dynamic.setdefault(name, {}).update((int(dim), symbol) for dim, _, symbol in pairs)
     return dynamic

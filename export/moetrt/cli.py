@@ -1,16 +1,18 @@
 """The command ``moetrt``: each subcommand calls one function of the package and prints what it returned.
 
 Exit codes: 0 done; 1 done, but short of what was asked (tails not mapped, parity not reached, plugin layers missing);
-2 the input was not taken; 3 a fault of moetrt itself; 130 interrupted.
+2 the input was not taken, or the system refused (a full disk); 3 a fault of moetrt itself; 130 interrupted.
 """
 
 import functools
+import io
 import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -80,6 +82,9 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits the process; a user's mistake is one line on stderr, never a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file's name may hold what the terminal's encoding has not: it is shown escaped, as stderr does.
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -90,7 +95,8 @@ def run(arguments: Sequence[str]) -> int:
         with cli.make_context("moetrt", list(arguments)) as root:
             context = root.meta
             cli.invoke(root)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -114,11 +120,17 @@ def run(arguments: Sequence[str]) -> int:
             return _complain(f"{error.name} is not installed; pip install 'moetrt[{_EXTRAS[error.name]}]'", 2)
         if context.get("verbose"):
             traceback.print_exc()
+        if isinstance(error, OSError) and error.strerror:
+            # A file that is open already, such as stdout, is not named in the error.
+            where = f"'{error.filename}'" if error.filename else "the output cannot be written"
+            return _complain(f"{where}: {error.strerror}", 2)
         return _complain(f"unexpected {type(error).__name__}: {error} (-v prints the traceback)", 3)
 
 
 def _complain(message: str, code: int) -> int:
-    click.echo(f"moetrt: error: {' '.join(message.split())}", err=True)
+    # Where stderr cannot be written, the exit code still says it.
+    with suppress(OSError):
+        click.echo(f"moetrt: error: {' '.join(message.split())}", err=True)
     return code
 
 

@@ -1,8 +1,9 @@
 """What a run says: results and steps on stdout, plain when piped, with a spinner where somebody is watching."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -40,7 +41,7 @@ class Output:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self._console = Console(highlight=False, markup=False, quiet=quiet)
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, quiet=quiet)
         if not self._console.is_terminal:
             # A pipe has no width: keep the one that every terminal has, and never break a path or a command.
             self._console.width = _WIDTH
@@ -66,6 +67,7 @@ class Output:
     def step(self, name: str) -> Iterator[Step]:
         """Runs one step: a spinner while it lasts, then its name, result and time.
 
+        What others print meanwhile, such as the code of a user's model, goes to stderr: stdout has our results alone.
         A step that raises prints nothing: the error line that follows names the trouble.
         """
         step = Step(name)
@@ -74,10 +76,12 @@ class Output:
             # As Text: a str would be read as markup, and a path may have brackets.
             with self._console.status(Text(name)) as status:
                 step._status = status
-                yield step
+                with redirect_stdout(sys.stderr):
+                    yield step
                 step._status = None
         else:
-            yield step
+            with redirect_stdout(sys.stderr):
+                yield step
         seconds = time.monotonic() - started
         mark, style = ("ok", "green") if step.ok else ("FAILED", "bold red")
         self._console.print(

@@ -4,23 +4,25 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from threading import Lock, current_thread, main_thread
+from types import FrameType
 from typing import Any, Literal
 
 import onnx_ir as ir
 
 from moetrt.backends import TENSORRT, Backend, Progress, choose, gpus
-from moetrt.errors import InputError
+from moetrt.errors import InputError, InputTypeError
 from moetrt.files import Named, check_distinct, existing_file, output_directory, output_file, write_atomically
 from moetrt.library import PluginLibrary, find_plugin_library, library_sha256, load_plugin_library
 from moetrt.onnx_files import files_of, load_model
 from moetrt.onnx_op import check_node, operator_of
-from moetrt.profiles import Profile, make_profile
+from moetrt.profiles import Profile, make_profile, split_profiles
 from moetrt.registry import check_functions, check_registry, has_ours, our_nodes, plugin_ids, run_as_functions
 
 
@@ -85,6 +87,7 @@ def build_engine(
 
     Raises:
         InputError, InputTypeError: one line for whatever was not taken; neither file is written or changed then.
+        KeyboardInterrupt: SIGINT came, in the main thread; neither file is written or changed then either.
     """
     say = progress or (lambda _: None)
     source = existing_file(onnx_path, "ONNX model")
@@ -100,8 +103,7 @@ def build_engine(
         if operator_of(node) is not None:
             # The plugin refuses the same, but TensorRT says so in several lines of its own.
             check_node(node)
-    bounds = [{name: p[i] for name, p in (profiles or {}).items() if p[i] is not None} for i in range(3)]
-    profile = make_profile(model, *bounds)  # type: ignore[arg-type]
+    profile = make_profile(model, *split_profiles(profiles))
     chosen = choose(backend, progress=progress)
     target_names = _target_names(chosen, targets)
     if chosen.name == TENSORRT and not gpus():
@@ -187,6 +189,8 @@ def _library_path(plugin_library: str | os.PathLike[str] | Literal[True] | None)
 def _target_names(chosen: Backend, targets: Sequence[str] | None) -> list[str]:
     if not targets:
         return []
+    if not isinstance(targets, Sequence) or isinstance(targets, str) or not all(isinstance(t, str) for t in targets):
+        raise InputTypeError(f"targets were {targets!r}; a sequence of names such as 'SM89' is taken")
     if not chosen.is_rtx:
         raise InputError(f"targets were {', '.join(targets)}; backend {chosen.name} builds for the GPU of this machine")
     taken = [name for name in chosen.module.ComputeCapability.__members__ if name.startswith("SM")]
@@ -209,6 +213,38 @@ def _own_targets(chosen: Backend) -> tuple[str, ...]:
 _ONE_AT_A_TIME = Lock()
 
 
+@contextmanager
+def _interrupts_kept() -> Iterator[Callable[[], bool]]:
+    """Keeps back the first SIGINT until the block ends; gives what says whether it came.
+
+    Raised while TensorRT calls back, a KeyboardInterrupt is lost: TensorRT prints it and builds to the end. A second
+    SIGINT does what it would have done without us.
+
+    Raises:
+        KeyboardInterrupt: when the block ends, in place of what it may have raised.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    # Only the main thread gets signals; SIG_IGN and handlers that are not Python's stay.
+    if current_thread() is not main_thread() or not callable(before):
+        yield lambda: False
+        return
+    came = False
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            before(number, frame)
+        came = True
+
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            raise KeyboardInterrupt
+
+
 class _TensorRT:
     """One build: TensorRT's messages are collected while it lasts, and turned into one line when it fails."""
 
@@ -223,6 +259,7 @@ class _TensorRT:
 
         # Both loggers are the process's, not the build's.
         self._stack.enter_context(_ONE_AT_A_TIME)
+        self._interrupted = self._stack.enter_context(_interrupts_kept())
         # Polygraphy hands its one logger to every TensorRT object; ours stands in for it.
         trt_util.get_trt_logger()
         self._stack.callback(setattr, trt_util, "TRT_LOGGER", trt_util.TRT_LOGGER)
@@ -301,7 +338,8 @@ class _TensorRT:
         shapes = TrtProfile()
         for name, (low, best, high) in profile.items():
             shapes.add(name, min=low, opt=best, max=high)
-        options: dict[str, Any] = {"profiles": [shapes], "progress_monitor": _progress_monitor(self.chosen.module, say)}
+        monitor = _progress_monitor(self.chosen.module, say, self._interrupted)
+        options: dict[str, Any] = {"profiles": [shapes], "progress_monitor": monitor}
         config: Any
         if self.chosen.is_rtx:
             from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
@@ -313,7 +351,7 @@ class _TensorRT:
             config = CreateConfig(tf32=True, **options)
         try:
             return EngineBytesFromNetwork(parsed[:2], config)()
-        except PolygraphyException as error:
+        except (PolygraphyException, RuntimeError) as error:  # RuntimeError: what TensorRT's own Python raises
             raise self.failure(f"'{source}'", [error]) from error
 
     def failure(self, what: str, reported: Sequence[object]) -> InputError:
@@ -353,7 +391,7 @@ def _collecting_logger(trt: Any) -> Any:
     return Logger()
 
 
-def _progress_monitor(trt: Any, say: Progress) -> Any:
+def _progress_monitor(trt: Any, say: Progress, cancelled: Callable[[], bool]) -> Any:
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
@@ -367,7 +405,7 @@ def _progress_monitor(trt: Any, say: Progress) -> Any:
         def step_complete(self, phase: str, step: int) -> bool:
             if phase in self.steps:
                 say(f"{phase}: step {step + 1} of {self.steps[phase]}")
-            return True
+            return not cancelled()
 
         def phase_finish(self, phase: str) -> None:
             self.steps.pop(phase, None)

@@ -1,10 +1,11 @@
 """ONNX Runtime, or an engine, against PyTorch: the error of each is measured against a float64 run of the model."""
 
 import copy
+import dataclasses
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,13 +14,13 @@ import onnx_ir as ir
 import torch
 
 from moetrt.backends import Progress
-from moetrt.errors import InputError
+from moetrt.errors import InputError, InputTypeError
 from moetrt.library import find_plugin_library
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import make_model, named_inputs, operator_of, read_attributes
 from moetrt.reference import reference
 from moetrt.runners import OrtRunner, TorchRunner, ort_session, tensorrt_runner
-from moetrt.source import Source
+from moetrt.source import Source, check_source
 from moetrt.spec import Operand, OperatorSpec
 
 WORST_FACTOR = 4.0
@@ -185,7 +186,11 @@ def compare(
     Raises:
         InputError: the file or its data is missing or not ONNX, its inputs or outputs are not the source's, or a runner
             does not take it.
+        InputTypeError: the source is no `Source`, or a seed or size is no whole number.
     """
+    check_source(source)
+    if not isinstance(sizes, Mapping | None):
+        raise InputTypeError(f"the sizes were of type {type(sizes).__name__}; a dict of ints by symbol is taken")
     say = progress or (lambda _: None)
     model = load_model(onnx_path)
     path = Path(onnx_path)
@@ -199,7 +204,7 @@ def compare(
     if half is None:
         results = _run(path, source.module, feed, source.output_names, engine=engine, say=say)
         how = f"{path.name} in ONNX Runtime{' and TensorRT' if engine else ''} against {source.description} in PyTorch"
-        return ParityReport(path, source.description, seed, shapes, how, tuple(_judge_all(results)))
+        return ParityReport(path, source.description, seed, shapes, how, _hinted(_judge_all(results), source))
 
     step = _step(_TORCH_DTYPES[half])
     twin_feed = {name: t.float() if t.is_floating_point() else t for name, t in feed.items()}
@@ -225,7 +230,23 @@ def compare(
         f"the float32 twins of {path.name} in ONNX Runtime and of {source.description} in PyTorch; "
         f"{len(tails)} tails by themselves in {half.name.lower()}"
     )
-    return ParityReport(path, source.description, seed, shapes, how, tuple(judged))
+    return ParityReport(path, source.description, seed, shapes, how, _hinted(judged, source))
+
+
+def _hinted(outputs: Iterable[OutputParity], source: Source) -> tuple[OutputParity, ...]:
+    """Says where the inputs come from when PyTorch itself gives NaN or infinities for them."""
+    if source.random_inputs is not None:
+        return tuple(outputs)
+    hint = (
+        "; the inputs were drawn between the smallest and largest value of each example input, whatever their sizes "
+        "are: a moetrt.source.Source with random_inputs draws others"
+    )
+    return tuple(
+        output
+        if output.passed or not output.pytorch_nan + output.pytorch_inf
+        else dataclasses.replace(output, reason=output.reason + hint)
+        for output in outputs
+    )
 
 
 def float32_twin(model: ir.Model) -> ir.Model:

@@ -1,15 +1,22 @@
 """Optimization profiles: the range of shapes of every input, as the command line gives it and as TensorRT takes it."""
 
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import SupportsIndex
 
 import onnx_ir as ir
 
-from moetrt.errors import InputError
+from moetrt.errors import InputError, InputTypeError
+
+_MAX_SIZE = 2**31 - 1
+"""The largest size of a profile that TensorRT takes."""
 
 Shape = tuple[int, ...]
 Profile = tuple[Shape, Shape, Shape]
+
+_PROFILE = "(min, opt, max), each a shape or None,"
 
 DEFAULT_RANGE = (1, 32, 256)
 """(min, opt, max) of a dynamic dimension for which no shape is given."""
@@ -23,7 +30,8 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, Shape]:
             colons: the last one counts.
 
     Raises:
-        InputError: a text is not of this form, a size is not a whole number of at least 0, or a name comes twice.
+        InputError: a text is not of this form, a size is no whole number of at least 0 or is far too large, or a name
+            comes twice.
     """
     shapes: dict[str, Shape] = {}
     for text in texts:
@@ -32,8 +40,52 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, Shape]:
             raise InputError(f"shape was '{text}'; NAME:DIMS is taken, such as hidden:4x2048")
         if name in shapes:
             raise InputError(f"shape of {name} is given twice: {_dims(shapes[name])} and {sizes}")
-        shapes[name] = tuple(int(size) for size in re.split("[x,]", sizes))
+        digits = re.split("[x,]", sizes)
+        # Python itself refuses thousands of digits.
+        if max(map(len, digits)) > len(str(_MAX_SIZE)):
+            raise InputError(f"shape of {name} has the size {max(digits, key=len)[:40]}; at most {_MAX_SIZE} is taken")
+        shapes[name] = tuple(map(int, digits))
     return shapes
+
+
+def split_profiles(
+    profiles: Mapping[str, Sequence[Sequence[int] | None]] | None,
+) -> tuple[dict[str, Shape], dict[str, Shape], dict[str, Shape]]:
+    """The smallest, the optimal and the largest shapes by input, as `make_profile` takes them.
+
+    Args:
+        profiles: input name -> (min, opt, max) shapes, each None where left out.
+
+    Raises:
+        InputTypeError: not a dict, or a shape is no sequence of whole numbers.
+        InputError: an input does not have three shapes.
+    """
+    bounds: tuple[dict[str, Shape], dict[str, Shape], dict[str, Shape]] = ({}, {}, {})
+    if not isinstance(profiles, Mapping | None):
+        raise InputTypeError(f"the profiles were of type {type(profiles).__name__}; a dict of {_PROFILE} is taken")
+    for name, shapes in (profiles or {}).items():
+        if not isinstance(shapes, tuple | list):
+            raise InputTypeError(f"the profile of '{name}' was of type {type(shapes).__name__}; {_PROFILE} is taken")
+        if len(shapes) != len(bounds):
+            raise InputError(f"the profile of '{name}' has {len(shapes)} entries; {_PROFILE} is taken")
+        for which, kept, shape in zip(("min", "opt", "max"), bounds, shapes, strict=True):
+            if shape is not None:
+                kept[name] = _checked_shape(name, which, shape)
+    return bounds
+
+
+def _checked_shape(name: str, which: str, shape: Sequence[int]) -> Shape:
+    if isinstance(shape, str | bytes) or not isinstance(shape, Iterable):
+        raise InputTypeError(
+            f"{which} shape of '{name}' was of type {type(shape).__name__}; a tuple of whole numbers is taken"
+        )
+    sizes = tuple(shape)
+    for size in sizes:
+        if not isinstance(size, SupportsIndex):
+            raise InputTypeError(f"{which} shape of '{name}' has the size {size!r}; whole numbers are taken")
+        if not 0 <= operator.index(size) <= _MAX_SIZE:
+            raise InputError(f"{which} shape of '{name}' has the size {size}; 0 to {_MAX_SIZE} is taken")
+    return tuple(map(operator.index, sizes))
 
 
 def make_profile(

@@ -94,7 +94,7 @@ class TorchRunner(BaseRunner):
                     outputs = module(*tensors)
         except MoetrtError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{self.name} failed with {type(error).__name__}: {reason}") from error
         finally:

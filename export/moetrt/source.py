@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import operator
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -26,6 +27,9 @@ DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
+
+_SEEDS = range(-(2**63), 2**64)
+"""What torch's generators take."""
 
 _TAKEN = "a Hugging Face folder or 'package.module:factory' is taken"
 
@@ -56,6 +60,24 @@ class Source:
     random_inputs: Callable[[int, Mapping[str, int]], Mapping[str, torch.Tensor]] | None = None
 
     def __post_init__(self) -> None:
+        """Checks the types of all of them.
+
+        Raises:
+            InputTypeError: one line that names the attribute, what it was and what is taken.
+            InputError: as of `check_dynamic`.
+        """
+        _check_type("the module of a source", self.module, torch.nn.Module, "a torch.nn.Module")
+        _check_type("the example inputs of a source", self.example_inputs, Mapping, "a dict of tensors by name")
+        for name, tensor in self.example_inputs.items():
+            _check_type("the name of an example input", name, str, "a str")
+            _check_type(f"example input '{name}'", tensor, torch.Tensor, "a tensor")
+        _check_type("the output names of a source", self.output_names, tuple | list, "a sequence of names")
+        for name in self.output_names:
+            _check_type("the name of an output", name, str, "a str")
+        _check_type("tails_expected of a source", self.tails_expected, int | None, "an int or None")
+        _check_type("the description of a source", self.description, str, "a str")
+        if self.random_inputs is not None and not callable(self.random_inputs):
+            _refuse_type("random_inputs of a source", self.random_inputs, "a function of seed and sizes, or None,")
         check_dynamic(self.dynamic_shapes, self.example_inputs)
 
     @property
@@ -83,16 +105,34 @@ class Source:
             largest of the example, and floating-point values have its mean and deviation.
 
         Raises:
-            InputError: an unknown symbol, or a size below 1.
+            InputError: an unknown symbol, a size below 1, a seed that torch does not take, or inputs that could not be
+                made: the sizes need too much memory, or ``random_inputs`` raised.
+            InputTypeError: a seed or a size that is no whole number.
         """
+        _check_type("the seed", seed, SupportsIndex, "a whole number")
+        seed = operator.index(seed)
+        if seed not in _SEEDS:
+            raise InputError(f"the seed was {seed}; {_SEEDS.start} to {_SEEDS.stop - 1} is taken")
         complete = self.example_sizes
         for symbol, size in sizes.items():
+            _check_type(f"the size '{symbol}'", size, SupportsIndex, "a whole number")
             if symbol not in complete:
                 known = ", ".join(complete) or "none: every dimension is fixed"
                 raise InputError(f"'{symbol}' is not a dynamic size of {self.description}; there are {known}")
             if size < 1:
                 raise InputError(f"the size '{symbol}' was {size}; at least 1 is taken")
-            complete[symbol] = size
+            complete[symbol] = operator.index(size)
+        try:
+            return self._draw_inputs(seed, complete)
+        except MoetrtError:
+            raise
+        except (Exception, SystemExit) as error:
+            asked = "".join(f", {symbol}={size}" for symbol, size in complete.items())
+            raise InputError(
+                f"inputs of {self.description} with seed={seed}{asked} cannot be made: {_said(error)}"
+            ) from error
+
+    def _draw_inputs(self, seed: int, complete: Mapping[str, int]) -> dict[str, torch.Tensor]:
         if self.random_inputs is not None:
             return dict(self.random_inputs(seed, complete))
         generator = torch.Generator().manual_seed(seed)
@@ -132,16 +172,40 @@ def check_dynamic(dynamic: Mapping[str, Mapping[int, str]], inputs: Mapping[str,
 
     Raises:
         InputError: an unknown input, a dimension it does not have, or a symbol that is not an identifier.
+        InputTypeError: not a dict of symbols by dimension by input.
     """
+    taken = 'a dict such as {"input_ids": {0: "batch"}}'
+    _check_type("the dynamic dimensions", dynamic, Mapping, taken)
     for name, dims in dynamic.items():
+        _check_type(f"the dynamic dimensions of input '{name}'", dims, Mapping, taken)
         if name not in inputs:
             raise InputError(f"dynamic dimensions name the input '{name}'; there are {', '.join(inputs)}")
         rank = inputs[name].dim()
         for dim, symbol in dims.items():
+            _check_type(f"dynamic dimension {dim!r} of input '{name}'", dim, int, "an int")
+            _check_type(f"the name of dynamic dimension {dim} of input '{name}'", symbol, str, "a str")
             if not 0 <= dim < rank:
                 raise InputError(f"dynamic dimension {dim} of input '{name}'; it has {rank}, counted from 0")
             if not symbol.isidentifier():
                 raise InputError(f"dynamic dimension {dim} of input '{name}' was called '{symbol}'; a name is taken")
+
+
+def _check_type(what: str, value: object, kind: Any, taken: str) -> None:
+    if not isinstance(value, kind):
+        _refuse_type(what, value, taken)
+
+
+def _refuse_type(what: str, value: object, taken: str) -> NoReturn:
+    raise InputTypeError(f"{what} was of type {type(value).__name__}; {taken} is taken")
+
+
+def check_source(source: object) -> None:
+    """Checks that a function which takes a `Source` was given one.
+
+    Raises:
+        InputTypeError: it is of another type, such as the text that `load_source` takes.
+    """
+    _check_type("the source", source, Source, "a moetrt.source.Source, which load_source and as_source give,")
 
 
 def _draw(example: torch.Tensor, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
@@ -157,7 +221,7 @@ def _draw(example: torch.Tensor, shape: Sequence[int], generator: torch.Generato
     return torch.randint(low, high + 1, shape, generator=generator).to(example.dtype)
 
 
-def load_source(text: str, *, dtype: str | torch.dtype | None = None) -> Source:
+def load_source(text: str | os.PathLike[str], *, dtype: str | torch.dtype | None = None) -> Source:
     """Loads the model that ``text`` names; nothing is fetched from a network.
 
     Args:
@@ -171,6 +235,9 @@ def load_source(text: str, *, dtype: str | torch.dtype | None = None) -> Source:
         InputError, InputTypeError: one line that says what was wrong with the folder or the factory.
     """
     chosen = _dtype(dtype)
+    if isinstance(text, os.PathLike):
+        text = os.fspath(text)
+    _check_type("source", text, str, "a str or a path")
     path = Path(text)
     if path.is_dir():
         from moetrt.huggingface import from_folder
@@ -257,7 +324,7 @@ def _from_factory(module_name: str, attribute: str) -> Any:
                     f"source '{text}': there is no module '{error.name}' in the current folder or the installation"
                 ) from error
             raise InputError(f"source '{text}': importing '{module_name}' raised {_said(error)}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"source '{text}': importing '{module_name}' raised {_said(error)}") from error
         for part in attribute.split("."):
             if not hasattr(found, part):
@@ -273,7 +340,7 @@ def _from_factory(module_name: str, attribute: str) -> Any:
             return found()
         except MoetrtError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"source '{text}' raised {_said(error)}") from error
 
 
@@ -372,7 +439,7 @@ def _module_source(
             results, _ = flatten(flat.call(*tensors))
     except MoetrtError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{where}: the module called with its example inputs raised {_said(error)}") from error
     finally:
         module.train(training)

@@ -1,5 +1,8 @@
 """Factories that are wrong in one way each: ``tests.models.wrong:NAME``."""
 
+import importlib
+import sys
+
 import torch
 
 NOT_CALLABLE = 3
@@ -8,6 +11,33 @@ NOT_CALLABLE = 3
 def raises() -> object:
     """Fails in its own code."""
     raise KeyError("weights of layer 7")
+
+
+def exits() -> object:
+    """Prints, and ends the process as a script would."""
+    print("this is not moetrt's")
+    sys.exit(0)
+
+
+def exits_when_imported() -> object:
+    """As importing a script without ``if __name__ == "__main__"`` does."""
+    return importlib.import_module("tests.models.script")
+
+
+class _Exits(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sys.exit(5)
+
+
+def module_exits() -> object:
+    """Returns a module that ends the process."""
+    return _Exits(), torch.zeros(3, 5)
+
+
+def talks() -> object:
+    """Returns a module that is right, and prints."""
+    print("this is not moetrt's")
+    return torch.nn.Linear(5, 2), torch.zeros(3, 5)
 
 
 def number() -> object:
