@@ -178,7 +178,8 @@ def test_tensors_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch,
     tensors = case.tensors | {"gamma": case.tensors["gamma"].to("meta")}
     with pytest.raises(InputError) as refused:
         run_on_cuda(case.spec, tensors, {})
-    assert str(refused.value) == ("MoEFinalizeAddRMSNorm: input gamma was on meta; cpu, where gemm2_permuted is, is taken")
+    wanted = "MoEFinalizeAddRMSNorm: input gamma was on meta; cpu, where gemm2_permuted is, is taken"
+    assert str(refused.value) == wanted
 
 
 def _returns(library: PluginLibrary) -> Callable[[], PluginLibrary]:
