@@ -37,6 +37,8 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_unknown_backend_names_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"^backend was 'onnx'; taken are tensorrt and tensorrt-rtx$"):
         backends.resolve("onnx")
+    with pytest.raises(InputError, match=r"^backend was '\['onnx'\]'; taken are"):
+        backends.resolve(["onnx"])  # type: ignore[arg-type]
     monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, "trt")
     with pytest.raises(InputError, match=r"^backend \(from MOETRT_BACKEND\) was 'trt'; taken are"):
         backends.resolve()

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,8 @@ def test_a_folder_that_is_not_taken(
     ("text", "line"),
     [
         ("/no/such/folder", "source folder '/no/such/folder' does not exist; a Hugging Face folder or 'package.module"),
+        ("", "^source was ''; a Hugging Face folder or 'package.module:factory' is taken$"),
+        ("x" * 5000, "^source 'x*' cannot be read: File name too long$"),
         ("nothing", "source folder 'nothing' does not exist"),
         ("a b:c", "source was 'a b:c'; a Hugging Face folder or 'package.module:factory' is taken"),
         ("pyproject.toml", "source 'pyproject.toml' is a file; a Hugging Face folder or"),
@@ -276,6 +279,12 @@ def test_sizes_that_are_not_taken() -> None:
     for size in (10**17, 10**30):
         with pytest.raises(InputError, match=f"^inputs of Front with seed=0, .*tokens={size}.* cannot be made: "):
             source.make_inputs(0, tokens=size)
+
+
+@pytest.mark.parametrize("shapes", ["residual:9x32", {"residual": 9}, {"residual": "9x32"}])
+def test_case32_shapes_of_another_type_are_named(shapes: Any) -> None:
+    with pytest.raises(InputTypeError, match=r"^the shapes? .*was of type (str|int); a .* is taken$"):
+        as_source(contract.front()).sizes_of(shapes)
 
 
 def test_seeds_that_are_not_taken() -> None:

@@ -470,8 +470,9 @@ def test_a_file_that_onnx_runtime_does_not_take_is_named(source: Source, good: P
 
 
 def test_sizes_of_another_type_are_named(source: Source, good: Path) -> None:
-    with pytest.raises(InputTypeError, match="the sizes were of type list; a dict of ints by symbol is taken"):
-        compare(good, source, sizes=[3])  # type: ignore[arg-type]
+    for sizes, shown in (([3], r"\[3\]"), ({3: 4}, "{3: 4}")):
+        with pytest.raises(InputTypeError, match=f"^the sizes were {shown}; a dict of ints by symbol is taken$"):
+            compare(good, source, sizes=sizes)  # type: ignore[arg-type]
     with pytest.raises(InputTypeError, match="the size 'tokens' was of type str; a whole number is taken"):
         compare(good, source, sizes={"tokens": "3"})  # type: ignore[dict-item]
     with pytest.raises(InputTypeError, match="the seed was of type NoneType; a whole number is taken"):

@@ -104,7 +104,7 @@ def resolve(backend: str | None = None) -> str:
     asked, source = backend, "backend"
     if asked is None and os.environ.get(ENVIRONMENT_VARIABLE):
         asked, source = os.environ[ENVIRONMENT_VARIABLE], f"backend (from {ENVIRONMENT_VARIABLE})"
-    if asked is not None and asked not in _MODULES:
+    if asked is not None and (not isinstance(asked, str) or asked not in _MODULES):
         raise InputError(f"{source} was '{asked}'; taken are {' and '.join(_MODULES)}")
     name = asked or (TENSORRT if installed(TENSORRT) and gpus() else TENSORRT_RTX)
     if not installed(name):

@@ -189,8 +189,8 @@ def compare(
         InputTypeError: the source is no `Source`, or a seed or size is no whole number.
     """
     check_source(source)
-    if not isinstance(sizes, Mapping | None):
-        raise InputTypeError(f"the sizes were of type {type(sizes).__name__}; a dict of ints by symbol is taken")
+    if not isinstance(sizes, Mapping | None) or not all(isinstance(symbol, str) for symbol in sizes or ()):
+        raise InputTypeError(f"the sizes were {sizes!r}; a dict of ints by symbol is taken")
     say = progress or (lambda _: None)
     model = load_model(onnx_path)
     path = Path(onnx_path)

@@ -148,9 +148,12 @@ class Source:
 
         Raises:
             InputError: an unknown input, another rank, another size in a fixed dimension, or two sizes for one symbol.
+            InputTypeError: not a dict of shapes by input.
         """
+        _check_type("the shapes", shapes, Mapping, "a dict of shapes by input")
         sizes: dict[str, int] = {}
         for name, shape in shapes.items():
+            _check_type(f"the shape of input '{name}'", shape, tuple | list, "a sequence of sizes")
             if name not in self.example_inputs:
                 raise InputError(f"there is no input '{name}'; there are {', '.join(self.example_inputs)}")
             example = tuple(self.example_inputs[name].shape)
@@ -238,12 +241,18 @@ def load_source(text: str | os.PathLike[str], *, dtype: str | torch.dtype | None
     if isinstance(text, os.PathLike):
         text = os.fspath(text)
     _check_type("source", text, str, "a str or a path")
+    if not text:
+        raise InputError(f"source was ''; {_TAKEN}")
     path = Path(text)
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.exists()
+    except OSError as error:
+        raise InputError(f"source '{text}' cannot be read: {error.strerror or error}") from error
+    if is_folder:
         from moetrt.huggingface import from_folder
 
         return from_folder(path, chosen)
-    if path.exists():
+    if is_file:
         raise InputError(f"source '{text}' is a file; {_TAKEN}")
     module_name, colon, attribute = text.partition(":")
     parts = [*module_name.split("."), *attribute.split(".")]
