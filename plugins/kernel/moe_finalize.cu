@@ -38,9 +38,24 @@ const std::array<Kernel, kVariants>* kernelsOf(int32_t dtype) {
     }
 }
 
+/// While it lives this thread may do what CUDA refuses during a graph's capture, such as loading a kernel; no stream
+/// that is captured takes part in it.
+class CaptureRelaxed {
+public:
+    CaptureRelaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    ~CaptureRelaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    CaptureRelaxed(const CaptureRelaxed&) = delete;
+    CaptureRelaxed& operator=(const CaptureRelaxed&) = delete;
+
+private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 cudaError_t query(int ordinal, Device& device) {
+    const CaptureRelaxed relaxed;
     int major = 0;
     int minor = 0;
+    int launchesClusters = 0;
     struct Question {
         int32_t* answer;
         cudaDeviceAttr attribute;
@@ -48,6 +63,7 @@ cudaError_t query(int ordinal, Device& device) {
     for (const Question& question : {
              Question{&major, cudaDevAttrComputeCapabilityMajor},
              Question{&minor, cudaDevAttrComputeCapabilityMinor},
+             Question{&launchesClusters, cudaDevAttrClusterLaunch},
              Question{&device.properties.multiprocessors, cudaDevAttrMultiProcessorCount},
              Question{&device.threadsPerMultiprocessor, cudaDevAttrMaxThreadsPerMultiProcessor},
              Question{&device.blocksPerMultiprocessor, cudaDevAttrMaxBlocksPerMultiprocessor},
@@ -58,16 +74,22 @@ cudaError_t query(int ordinal, Device& device) {
             return error;
         }
     }
-    device.properties.compute_capability = 10 * major + minor;
+    int32_t& capability = device.properties.compute_capability;
+    capability = 10 * major + minor;
+    if (launchesClusters == 0) {
+        capability = std::min(capability, kFirstWithSm90Features - 1);
+    }
     for (const int32_t dtype : {MOETRT_FLOAT, MOETRT_HALF, MOETRT_BFLOAT16}) {
         for (int variant = 0; variant < kVariants; ++variant) {
-            // Also loads the kernel, which must not happen for the first time while a graph is captured.
+            // Also loads the kernel: a launch that had to would fail while a graph is captured.
             cudaFuncAttributes attributes = {};
             if (const cudaError_t error = cudaFuncGetAttributes(&attributes, (*kernelsOf(dtype))[variant]);
                 error != cudaSuccess) {
                 return error;
             }
             device.registersPerThread[dtype][variant] = attributes.numRegs;
+            // Where the driver has compiled PTX of an earlier device, the code has no more than that device's features.
+            capability = std::min(capability, attributes.ptxVersion);
         }
     }
     return cudaSuccess;

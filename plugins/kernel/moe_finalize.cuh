@@ -590,8 +590,10 @@ __device__ __forceinline__ void finalizeTokens(const moetrt_moe_finalize_params&
 template <typename A, bool kWide, int kElements, bool kCluster>
 __global__ void __launch_bounds__(kBoundThreads<kElements, kCluster>, 1)
     moeFinalizeKernel(const moetrt_moe_finalize_params p) {
-    if constexpr (!kCluster || MOETRT_SM90_FEATURES != 0) {  // no cluster is launched on earlier devices
+    if constexpr (!kCluster || MOETRT_SM90_FEATURES != 0) {
         finalizeTokens<A, kWide, kElements, kCluster>(p);
+    } else {
+        __trap();  // no cluster is launched with code for earlier devices
     }
 }
 

@@ -48,10 +48,12 @@ struct Array {
     bool isOutput;
 };
 
+/// An array of no bytes overlaps nothing, wherever it points.
 bool overlaps(const Array& a, const Array& b) {
     const auto beginA = reinterpret_cast<uintptr_t>(a.data);
     const auto beginB = reinterpret_cast<uintptr_t>(b.data);
-    return beginA < beginB + static_cast<uintptr_t>(b.bytes) && beginB < beginA + static_cast<uintptr_t>(a.bytes);
+    return a.bytes > 0 && b.bytes > 0 && beginA < beginB + static_cast<uintptr_t>(b.bytes) &&
+           beginB < beginA + static_cast<uintptr_t>(a.bytes);
 }
 
 std::string checkSizes(const moetrt_moe_finalize_params& p) {
@@ -73,10 +75,11 @@ std::string checkSizes(const moetrt_moe_finalize_params& p) {
     }
     int64_t bytes = 0;
     if (!arrayBytes(p.num_rows, p.row_stride, sizeOf(MOETRT_FLOAT), bytes) ||
-        !arrayBytes(p.num_tokens, p.hidden_size, sizeOf(MOETRT_FLOAT), bytes)) {
+        !arrayBytes(p.num_tokens, p.hidden_size, sizeOf(MOETRT_FLOAT), bytes) ||
+        !arrayBytes(p.num_tokens, p.top_k, sizeOf(MOETRT_FLOAT), bytes)) {
         return "num_rows " + std::to_string(p.num_rows) + ", row_stride " + std::to_string(p.row_stride) +
-               ", num_tokens " + std::to_string(p.num_tokens) + " and hidden_size " + std::to_string(p.hidden_size) +
-               " give arrays of 2^63 bytes or more";
+               ", num_tokens " + std::to_string(p.num_tokens) + ", top_k " + std::to_string(p.top_k) +
+               " and hidden_size " + std::to_string(p.hidden_size) + " give arrays of 2^63 bytes or more";
     }
     return "";
 }

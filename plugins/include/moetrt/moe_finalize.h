@@ -63,7 +63,8 @@ typedef struct {
 
 /* What of a GPU decides which tactics it runs and which is taken. */
 typedef struct {
-    int32_t compute_capability; /* 10 * major + minor: 90 for SM90 */
+    int32_t compute_capability; /* 10 * major + minor, 90 for SM90; less where the kernels were compiled for less, or
+                                   where the device launches no clusters */
     int32_t multiprocessors;
 } moetrt_device;
 
@@ -90,8 +91,8 @@ int32_t moetrt_show_errors(int32_t show);
 
 /*
  * Runs the tail on `stream` (a cudaStream_t; null is the default stream) with the default tactic. Allocates nothing and
- * does not synchronise; may be captured into a CUDA graph, provided that the library has seen the device before: by an
- * earlier call on it, or by moetrt_current_device.
+ * does not synchronise; may be captured into a CUDA graph, and the first call on a device, which prepares the kernels
+ * there, may be too.
  * Returns 0, or non-zero with the reason in moetrt_last_error(): a parameter that is not taken, or the launch's CUDA
  * error.
  */

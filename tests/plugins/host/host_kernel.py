@@ -120,8 +120,9 @@ class Guarded:
 
 
 #: The simulator's devices (simulator.h): a whole chip; chips of SM90 and SM80 that hold so few CTAs at a time that each
-#: goes on with another token.
-WHOLE_CHIP, ONE_CTA, TWO_CTAS, SM80 = range(4)
+#: goes on with another token; and of these, SM90 with code that the driver compiled from SM80's PTX, and without
+#: clusters.
+WHOLE_CHIP, ONE_CTA, TWO_CTAS, SM80, SM90_WITH_SM80_CODE, SM90_WITHOUT_CLUSTERS = range(6)
 DEFAULT = 0
 TACTICS = {1: "cta_8", 2: "cta_16", 3: "cta_32", 4: "cluster_2", 5: "cluster_4", 6: "cluster_8", 7: "scalar"}
 SCALAR = 7

@@ -1,6 +1,7 @@
 // The C interface of moetrt/moe_finalize.h over the host build of the kernel, with "device" memory being the process's.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
 #include <bit>
 #include <cstdint>
@@ -51,6 +52,14 @@ int32_t moetrt_moe_finalize(const moetrt_moe_finalize_params* params, void* stre
 /// Chooses one of the simulator's devices.
 void moetrt_host_set_device(int32_t ordinal) {
     gpusim::currentDevice() = ordinal;
+}
+
+/// The current device as the kernel's choices see it, and the thread's capture mode afterwards.
+int32_t moetrt_host_capability(int32_t* captureMode) {
+    const moetrt::Device* device = nullptr;
+    const cudaError_t error = moetrt::currentDevice(device);
+    *captureMode = gpusimCaptureMode;
+    return error == cudaSuccess ? device->properties.compute_capability : -static_cast<int32_t>(error);
 }
 
 /// 1 where the tactic runs the params on the device.

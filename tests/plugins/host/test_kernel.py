@@ -19,6 +19,8 @@ from tests.plugins.host.host_kernel import (
     DEFAULT,
     ONE_CTA,
     SM80,
+    SM90_WITH_SM80_CODE,
+    SM90_WITHOUT_CLUSTERS,
     TACTICS,
     TWO_CTAS,
     UNIT,
@@ -412,7 +414,7 @@ def calls(draw: Callable[[Any], Any]) -> Call:
         case,
         shift=draw(st.sampled_from([0, 0, 0, 1])),
         tactic=draw(st.sampled_from([DEFAULT, *TACTICS])),
-        device=draw(st.sampled_from([WHOLE_CHIP, ONE_CTA, TWO_CTAS, SM80])),
+        device=draw(st.sampled_from([WHOLE_CHIP, ONE_CTA, TWO_CTAS, SM80, SM90_WITH_SM80_CODE])),
     )
 
 
@@ -444,6 +446,23 @@ def test_ctas_that_a_multiprocessor_holds(host_library: ctypes.CDLL, threads: in
     assert host_library.moetrt_host_resident(2048, 32, threads, registers) == ctas
 
 
+@pytest.mark.parametrize(
+    ("device", "capability"), [(WHOLE_CHIP, 90), (SM80, 80), (SM90_WITH_SM80_CODE, 80), (SM90_WITHOUT_CLUSTERS, 89)]
+)
+def test_features_are_those_of_the_code_and_the_device(
+    host_library: ctypes.CDLL, device: int, capability: int
+) -> None:
+    host_library.moetrt_host_set_device(device)
+    mode = ctypes.c_int32(-1)
+    assert host_library.moetrt_host_capability(ctypes.byref(mode)) == capability
+    assert mode.value == 0, "the thread's capture mode was not given back"
+    # The simulator refuses clusters and early starts that the code cannot have.
+    case = make_case(tokens=5, hidden=1024, dtype=BF16, programmatic_dependent_launch=1, seed=51)
+    cluster_2 = next(tactic for tactic, name in TACTICS.items() if name == "cluster_2")
+    assert bool(run(host_library, case, tactic=cluster_2, device=device)) == (capability >= 90)
+    assert Judge(case).faults(run(host_library, case, device=device)) == []
+
+
 @pytest.mark.parametrize("tactic", TACTICS)
 def test_a_cta_has_no_more_warps_than_hold_the_hidden_state(host_library: ctypes.CDLL, tactic: int) -> None:
     name = TACTICS[tactic]
@@ -463,6 +482,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"row_stride": 63}, "row_stride is 63, taken is hidden_size (64) or more"),
     ({MAP: None, "num_rows": 17}, f"num_rows is 17, taken is num_tokens * top_k (18) without {MAP}"),
     ({"row_stride": 2**60, "num_rows": 16}, "give arrays of 2^63 bytes or more"),
+    ({"num_tokens": 2**31 - 1, "top_k": 2**31 - 1}, "top_k 2147483647 and hidden_size 64 give arrays of 2^63 bytes"),
     ({"dtype": 3}, "dtype is 3, taken is 0 (float32), 1 (float16) or 2 (bfloat16)"),
     ({"weights_dtype": 1}, "weights_dtype is float16, taken is bfloat16 (as dtype) or float32"),
     ({"gate_dtype": 9}, "gate_dtype is 9, taken is bfloat16 (as dtype) or float32"),
@@ -524,3 +544,13 @@ def test_null_pointers_are_taken_where_there_is_nothing_to_read(host_library: ct
     nothing = Params(num_tokens=0, top_k=2, row_stride=8, hidden_size=8, apply_expert_weights=1)
     assert host_library.moetrt_moe_finalize(ctypes.byref(nothing), None) == 0
     del tensors
+
+
+def test_an_array_of_no_rows_may_point_into_an_output(host_library: ctypes.CDLL) -> None:
+    params, tensors = complete()
+    tensors[2].fill_(-1)  # the map
+    params.num_rows, params.gemm2_permuted = 0, params.residual_out + 16
+    assert host_library.moetrt_moe_finalize(ctypes.byref(params), None) == 0, host_library.moetrt_last_error()
+    params.num_rows = 1
+    assert host_library.moetrt_moe_finalize(ctypes.byref(params), None) != 0
+    assert b"residual_out overlaps gemm2_permuted" in host_library.moetrt_last_error()

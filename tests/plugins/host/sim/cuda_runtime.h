@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <utility>
 
 #include "cuda_runtime_api.h"
 #include "simulator.h"
@@ -56,6 +58,10 @@ inline void __stwb(uint4* address, uint4 value) {
     *address = value;
 }
 
+[[noreturn]] inline void __trap() {
+    std::abort();
+}
+
 inline float __uint_as_float(unsigned bits) {
     return std::bit_cast<float>(bits);
 }
@@ -74,6 +80,7 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMinor,
     cudaDevAttrMaxRegistersPerMultiprocessor,
     cudaDevAttrMaxBlocksPerMultiprocessor,
+    cudaDevAttrClusterLaunch,
 };
 
 inline cudaError_t cudaGetDevice(int* device) {
@@ -90,17 +97,38 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
         case cudaDevAttrComputeCapabilityMinor: *value = described.computeCapability % 10; break;
         case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
         case cudaDevAttrMaxBlocksPerMultiprocessor: *value = described.blocksPerMultiprocessor; break;
+        case cudaDevAttrClusterLaunch: *value = described.launchesClusters ? 1 : 0; break;
     }
+    return cudaSuccess;
+}
+
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal,
+    cudaStreamCaptureModeThreadLocal,
+    cudaStreamCaptureModeRelaxed
+};
+
+/// The calling thread's.
+inline thread_local cudaStreamCaptureMode gpusimCaptureMode = cudaStreamCaptureModeGlobal;
+
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+    std::swap(*mode, gpusimCaptureMode);
     return cudaSuccess;
 }
 
 struct cudaFuncAttributes {
     int numRegs;
+    int ptxVersion;
 };
 
+/// Answers as if a stream were captured all the time.
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+    if (gpusimCaptureMode != cudaStreamCaptureModeRelaxed) {
+        return cudaErrorStreamCaptureUnsupported;
+    }
     attributes->numRegs = 96;
+    attributes->ptxVersion = gpusim::kDevices[gpusim::currentDevice()].codeVersion;
     return cudaSuccess;
 }
 
@@ -135,11 +163,15 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     gpusim::Shape shape = {config->gridDim.x, config->blockDim.x, 1, false};
     for (unsigned i = 0; i < config->numAttrs; ++i) {
         const cudaLaunchAttribute& attribute = config->attrs[i];
-        // SM90 began with both.
-        if (gpusim::kDevices[gpusim::currentDevice()].computeCapability < 90) {
+        // SM90 began with both, and code for an earlier one has neither.
+        const gpusim::Device& device = gpusim::kDevices[gpusim::currentDevice()];
+        if (device.computeCapability < 90 || device.codeVersion < 90) {
             return cudaErrorInvalidValue;
         }
         if (attribute.id == cudaLaunchAttributeClusterDimension) {
+            if (!device.launchesClusters) {
+                return cudaErrorInvalidValue;
+            }
             shape.clusterSize = attribute.val.clusterDim.x;
         } else {
             shape.startsEarly = attribute.val.programmaticStreamSerializationAllowed != 0;

@@ -8,7 +8,8 @@ enum cudaError_t {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
     cudaErrorInvalidDevice = 101,
-    cudaErrorLaunchFailure = 719
+    cudaErrorLaunchFailure = 719,
+    cudaErrorStreamCaptureUnsupported = 900
 };
 
 using cudaStream_t = struct CUstream_st*;
@@ -17,6 +18,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
     switch (error) {
         case cudaSuccess: return "no error";
         case cudaErrorInvalidValue: return "invalid argument";
+        case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
         default: return "unspecified launch failure";
     }
 }

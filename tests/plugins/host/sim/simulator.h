@@ -29,11 +29,14 @@ struct Device {
     int computeCapability;
     int multiprocessors;
     int blocksPerMultiprocessor;
+    int codeVersion;  ///< what the kernels were compiled for: less where the driver compiles PTX of an earlier device
+    bool launchesClusters;
 };
 
 /// A whole chip; chips that hold one and two CTAs at a time, so that every CTA goes on with another token; one without
-/// clusters and programmatic dependent launch.
-inline constexpr Device kDevices[] = {{90, 132, 32}, {90, 1, 1}, {90, 2, 1}, {80, 2, 1}};
+/// clusters and programmatic dependent launch; one with both, but code of an earlier device; one without clusters.
+inline constexpr Device kDevices[] = {{90, 132, 32, 90, true}, {90, 1, 1, 90, true}, {90, 2, 1, 90, true},
+                                      {80, 2, 1, 80, false},   {90, 2, 1, 80, true}, {90, 2, 1, 90, false}};
 
 /// The calling thread's current device, an index of kDevices.
 int& currentDevice();
