@@ -1,4 +1,6 @@
 // The library's C interface, for callers without TensorRT.
+#include <algorithm>
+
 #include "errors.h"
 #include "kernel/moe_finalize_launch.h"
 #include "moetrt/moe_finalize.h"
@@ -39,12 +41,16 @@ std::string runMoEFinalize(const moetrt_moe_finalize_params& params, const Devic
         }
     }
     const Tactic* chosen = findTactic(tactic);
-    if (chosen == nullptr || !runsTactic(*chosen, params, device->properties)) {
-        if (use == TacticUse::kRequired && tactic != MOETRT_TACTIC_DEFAULT) {
+    if (use == TacticUse::kRequired && tactic != MOETRT_TACTIC_DEFAULT) {
+        if (chosen == nullptr || !runsTactic(*chosen, params, device->properties)) {
             return "tactic " + (chosen == nullptr ? std::to_string(tactic) : std::string(chosen->name)) +
                    " does not run these params on this device, taken are those of moetrt_moe_finalize_tactics";
         }
-        chosen = *usefulTactics(params, device->properties).begin();
+    } else {
+        const TacticList useful = usefulTactics(params, device->properties);
+        if (std::find(useful.begin(), useful.end(), chosen) == useful.end()) {
+            chosen = *useful.begin();
+        }
     }
     const cudaError_t error = launchMoEFinalize(params, *device, *chosen, stream);
     return error == cudaSuccess ? "" : notStarted(error);

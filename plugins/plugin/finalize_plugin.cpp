@@ -214,6 +214,8 @@ int32_t FinalizePlugin::configurePlugin(const DynamicPluginTensorDesc* in, int32
         return kRefused;
     }
     validTactics_.clear();
+    // A clone may be configured for another device than its original was.
+    device_ = nullptr;
     findDevice();
     std::vector<PluginTensorDesc> timed;
     for (int32_t i = 0; i < nbInputs; ++i) {

@@ -45,7 +45,8 @@ public:
     int32_t getValidTactics(int32_t* tactics, int32_t nbTactics) noexcept override;
     const char* getTimingCacheID() noexcept override { return timingCacheId_.c_str(); }
 
-    /// Remembers the tactic. Where it does not run what enqueue is given, the default one does.
+    /// Remembers the tactic. Where it is not worth timing for what enqueue is given, the default one runs: TensorRT has
+    /// timed it at one size of a dynamic shape, and it may be slow at others, or not run them.
     int32_t setTactic(int32_t tactic) noexcept override;
     int32_t onShapeChange(const nvinfer1::PluginTensorDesc* in, int32_t nbInputs, const nvinfer1::PluginTensorDesc* out,
                           int32_t nbOutputs) noexcept override;

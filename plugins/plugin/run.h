@@ -11,7 +11,8 @@
 
 namespace moetrt {
 
-/// Whether a tactic that does not run some params is an error, or gives way to the default one.
+/// Whether a tactic that does not run some params is an error; or whether one that is not useful for them gives way to
+/// the default one, as a tactic that was timed at another size of a dynamic shape does.
 enum class TacticUse { kRequired, kPreferred };
 
 /// Starts the kernel on `stream`. Returns "" or why it was not started.

@@ -198,6 +198,28 @@ def test_a_tactic_that_does_not_run_gives_way_to_the_default(recording: Driver, 
     assert launched(plugin, gpu, 8) == "cta_16"
 
 
+def test_a_tactic_that_was_timed_at_another_size_gives_way_where_it_is_not_useful(
+    recording: Driver, gpu: ctypes.CDLL
+) -> None:
+    plugin = plugin_of(recording)
+    plugin.set_tactic(configure(plugin, 8)[0])
+    assert [launched(plugin, gpu, tokens) for tokens in (8, 132, 133, 16384)] == [
+        "cluster_8", "cluster_8", "cta_16", "cta_32",
+    ]  # fmt: skip
+    plugin.set_tactic(next(tactic for tactic in configure(plugin, 4096) if gpu.moetrt_tactic_name(tactic) == b"cta_32"))
+    assert [launched(plugin, gpu, tokens) for tokens in (8, 16384)] == ["cta_32"] * 2
+
+
+def test_a_clone_asks_anew_for_the_device_that_it_is_configured_on(recording: Driver, gpu: ctypes.CDLL) -> None:
+    plugin = plugin_of(recording)
+    offered = configure(plugin, 8)
+    clone = plugin.clone()
+    gpu.moetrt_pretend_device(90, 0)
+    assert configure(clone, 8) == []
+    gpu.moetrt_pretend_device(*H200)
+    assert configure(clone.clone(), 8) == offered
+
+
 def test_a_context_asks_for_its_device_once(recording: Driver, gpu: ctypes.CDLL) -> None:
     context = plugin_of(recording).attach()
     before = gpu.moetrt_questions()
