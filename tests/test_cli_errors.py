@@ -406,6 +406,7 @@ def test_what_the_system_refuses_is_not_a_fault_of_moetrt(refused: Refused) -> N
     assert refused("inspect", name).endswith(": File name too long")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_build_exits_with_130(refused: Refused, mapped_block: Path, tmp_path: Path) -> None:
     timer = threading.Timer(0, signal.raise_signal, [signal.SIGINT])
 

@@ -289,6 +289,7 @@ def test_targets_name_gpus_that_there_are(tmp_path: Path) -> None:
         assert line == f"targets were {targets!r}; a sequence of names such as 'SM89' is taken"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_stops_the_build(tmp_path: Path) -> None:
     """TensorRT swallows a KeyboardInterrupt that is raised while it calls back, and builds to the end."""
     model = save(one_tail(), tmp_path / "model.onnx")
