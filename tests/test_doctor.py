@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moetrt import cli, doctor
+from moetrt import backends, cli, doctor
 
 
 def by_name(checks: list[doctor.Check]) -> dict[str, doctor.Check]:
@@ -67,6 +67,18 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert check.status == "missing"
     assert check.detail.startswith("no a-package-that-is-not-there; torch ")
     assert check.remedy == "pip install a-package-that-is-not-there"
+
+
+@pytest.mark.parametrize(("cuda", "remedy"), [((12, 9), "driver 580 or later"), ((13, 0), "")])
+def test_a_driver_older_than_the_librarys_runtime_is_said(
+    monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int], remedy: str
+) -> None:
+    monkeypatch.setattr(backends, "gpus", lambda: (backends.Gpu("a GPU", (9, 0)),))
+    monkeypatch.setattr(backends, "driver_cuda", lambda: cuda)
+    check = doctor._gpu()
+    assert check.detail == f"a GPU (SM90); the driver takes CUDA {cuda[0]}.{cuda[1]}"
+    assert check.remedy.endswith(remedy)
+    assert bool(check.remedy) == bool(remedy)
 
 
 def test_json_is_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,16 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
+def driver_cuda() -> tuple[int, int]:
+    """The newest CUDA (major, minor) that the driver takes; (0, 0) where there is no driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return (0, 0)
+    return (version.value // 1000, version.value % 1000 // 10)
+
+
 def installed(name: str) -> bool:
     """Whether the Python module of the backend ``name`` is installed; it is not imported."""
     module = _MODULES[name]

@@ -210,4 +210,11 @@ def _gpu() -> Check:
         return Check(
             "GPU", "none", "no driver or no GPU: engines are built by TensorRT-RTX and run elsewhere", needed=False
         )
-    return Check("GPU", "ok", ", ".join(found), needed=False)
+    cuda = backends.driver_cuda()
+    # The library has CUDA's runtime in it, which starts no kernel on a driver of an earlier major version.
+    remedy = (
+        "the plugin library as the package builds it has CUDA 13's runtime: it needs driver 580 or later"
+        if cuda < (13, 0)
+        else ""
+    )
+    return Check("GPU", "ok", f"{', '.join(found)}; the driver takes CUDA {cuda[0]}.{cuda[1]}", remedy, needed=False)
