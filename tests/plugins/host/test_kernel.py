@@ -449,9 +449,7 @@ def test_ctas_that_a_multiprocessor_holds(host_library: ctypes.CDLL, threads: in
 @pytest.mark.parametrize(
     ("device", "capability"), [(WHOLE_CHIP, 90), (SM80, 80), (SM90_WITH_SM80_CODE, 80), (SM90_WITHOUT_CLUSTERS, 89)]
 )
-def test_features_are_those_of_the_code_and_the_device(
-    host_library: ctypes.CDLL, device: int, capability: int
-) -> None:
+def test_features_are_those_of_the_code_and_the_device(host_library: ctypes.CDLL, device: int, capability: int) -> None:
     host_library.moetrt_host_set_device(device)
     mode = ctypes.c_int32(-1)
     assert host_library.moetrt_host_capability(ctypes.byref(mode)) == capability
