@@ -125,7 +125,7 @@ class Run:
             timing, note = None, ""
             try:
                 note = "" if contender.check is None else cell.fault(contender.check, cell.sets[-1])
-                timing = self.timer.time(contender.calls) if not note else None
+                timing = None if note else self.timer.time(contender.calls, contender.prepare, contender.accept)
             except Exception as error:
                 # One contender that this machine cannot run must not cost all the others' figures.
                 note = _reason(error)

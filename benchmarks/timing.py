@@ -4,12 +4,15 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-Call = Callable[[], object]
+Call = Callable[[], Any]
+Hook = Callable[[Any], None]
 
-WARM_UP_CALLS = 2
+LEAST_CALLS = 16
+"""A graph holds at least as many, so that the gap between two replays does not count."""
 REPEATS = 7
 LEAST_SECONDS = 2e-3
 """One timed stretch of replays takes at least as long, so that an event's resolution does not count."""
@@ -24,31 +27,49 @@ class Timing:
     slowest: float
 
 
+def _nothing(result: object) -> None:
+    """Neither prepares nor looks at anything."""
+
+
 class GraphTimer:
     """Times on a CUDA device. A graph holds one call for each set of buffers, so that a replay walks through them all
-    and finds nothing of its last round in the L2 cache, where the sets together are larger than it."""
+    and finds nothing of its last round in the L2 cache, where the sets together are larger than it. A few sets are
+    walked through several times."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
 
-    def time(self, calls: Sequence[Call]) -> Timing | None:
-        """Seconds of one call, as the calls follow each other in a graph."""
+    def time(self, calls: Sequence[Call], prepare: Hook = _nothing, accept: Hook = _nothing) -> Timing | None:
+        """Seconds of one call, as the calls follow each other in a graph.
+
+        Args:
+            calls: one for each set of buffers.
+            prepare: is given what the last call returned, before the first replay: there it poisons the outputs.
+            accept: is given the same after the last replay, and raises where the replays left something wrong.
+        """
+        calls = [*calls] * math.ceil(LEAST_CALLS / len(calls))
+        # What made the operands ran on another stream, which the timer's own does not wait for.
+        torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
-            for call in calls[:WARM_UP_CALLS]:
+            # All of them: a call that compiles or allocates anew for some set must not do so while captured.
+            for call in calls:
                 call()
             self.stream.synchronize()
+            # With a memory pool of its own: one that is kept dies with the last graph in it.
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph: it collects garbage and empties the allocator's cache each time, for 0.1 s and more.
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            graph.capture_begin(capture_error_mode="thread_local")
             try:
                 for call in calls:
-                    call()
+                    result = call()
             finally:
                 graph.capture_end()
+            prepare(result)
             graph.replay()
             rounds = max(1, math.ceil(LEAST_SECONDS / self._seconds(graph, 1)))
             stretches = [self._seconds(graph, rounds) / (rounds * len(calls)) for _ in range(REPEATS)]
+            accept(result)
+            self.stream.synchronize()
         graph.reset()
         return Timing(statistics.median(stretches), min(stretches), max(stretches))
 
@@ -63,10 +84,14 @@ class GraphTimer:
 
 
 class DryTimer:
-    """Makes every call once and times none."""
+    """Makes every call twice and times none."""
 
-    def time(self, calls: Sequence[Call]) -> Timing | None:
+    def time(self, calls: Sequence[Call], prepare: Hook = _nothing, accept: Hook = _nothing) -> Timing | None:
         """None: nothing was measured."""
         for call in calls:
-            call()
+            result = call()
+        prepare(result)
+        for call in calls:
+            result = call()
+        accept(result)
         return None

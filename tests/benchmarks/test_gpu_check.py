@@ -6,6 +6,7 @@ Made-up times stay in this file and its temporary folder.
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,6 +70,49 @@ def test_outputs_that_were_not_written_are_seen() -> None:
     assert cell.fault(writes_nothing, cell.sets[0]) == (  # type: ignore[arg-type]
         "norm_out is wrong: its error against float64 is nan, 1e-02 is taken"
     )
+
+
+def test_a_way_that_writes_no_more_in_its_replays_is_not_timed() -> None:
+    cell = Cell(dataclasses.replace(DEEPSEEK, hidden=64), 4, torch.device("cpu"), 0, seed=0)
+    honest = contenders.eager(cell)
+    wrong = tuple(torch.zeros_like(output) for output in cell.sets[-1].outputs.values())
+    for result, message in ((wrong, "after the replays norm_out is wrong"), (honest.calls[0](), "norm_out is wrong")):
+        with pytest.raises(contenders.WrongResultError, match=message):
+            honest.accept(result)
+    honest.accept(honest.calls[-1]())
+    cell.poison()
+    with pytest.raises(contenders.WrongResultError, match="after the replays norm_out is not finite everywhere"):
+        cell.accept(honest.calls[-1](), outputs=True)
+    # One element of a set that is not compared.
+    for tensor in cell.written.values():
+        tensor.zero_()
+    cell.accept(honest.calls[-1](), outputs=True)
+    cell.sets[0].outputs["residual_out"][1, 3] = math.nan
+    with pytest.raises(contenders.WrongResultError, match="residual_out is not finite everywhere"):
+        cell.accept(honest.calls[-1](), outputs=True)
+
+
+def test_a_copy_that_was_not_made_is_seen() -> None:
+    contender, _ = contenders.copy(Cell(dataclasses.replace(DEEPSEEK, hidden=64), 4, torch.device("cpu"), 0, seed=0))
+    contender.prepare(None)
+    contender.calls[0]()
+    with pytest.raises(contenders.WrongResultError, match="the copy differs from its source"):
+        contender.accept(None)
+    for call in contender.calls:
+        call()
+    contender.accept(None)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_every_operand_of_every_set_begins_at_the_same_alignment(tokens: int) -> None:
+    # Rows of 5760 bytes, weights of 8 and maps of 16 a token; the gate takes 2.
+    for model in (MODELS["gpt-oss"], dataclasses.replace(MODELS["qwen3-next"], hidden=72)):
+        cell = Cell(model, tokens, torch.device("cpu"), 100_000, seed=0)
+        for name in (*cell.sets[0].tensors, *cell.sets[0].outputs, "routed"):
+            if name not in ("gemm2_permuted", "gamma"):
+                sets = [({"routed": each.routed} | {**each.tensors, **each.outputs})[name] for each in cell.sets]
+                assert {(each.data_ptr() - sets[0].data_ptr()) % contenders.ALIGNMENT for each in sets} == {0}
+                assert all(each.is_contiguous() and len(each) == tokens for each in sets)
 
 
 def test_sets_of_buffers_are_larger_than_twice_the_cache() -> None:
@@ -201,7 +245,7 @@ class FakeGraph:
     capturing = False
     replays = 0
 
-    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+    def capture_begin(self, capture_error_mode: str) -> None:
         FakeGraph.capturing, FakeGraph.captured = True, 0
 
     def capture_end(self) -> None:
@@ -236,7 +280,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         ("CUDAGraph", FakeGraph),
         ("Stream", FakeStream),
         ("stream", lambda stream: stream),
-        ("graph_pool_handle", lambda: (0, 0)),
+        ("synchronize", lambda: None),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     FakeGraph.replays = 0
@@ -247,10 +291,33 @@ def test_a_time_is_that_of_one_call_in_a_replay() -> None:
     def call() -> None:
         FakeGraph.captured += FakeGraph.capturing
 
-    timed = GraphTimer(torch.device("cuda")).time([call] * 5)
+    timed = GraphTimer(torch.device("cuda")).time([call] * 4)
     assert timed == Timing(*[pytest.approx(100e-6)] * 3)
-    # Each stretch lasts 2 ms at least: four rounds of 0.5 ms; one replay to warm up, one to see how long it takes.
-    assert FakeGraph.replays == 2 + timing.REPEATS * 4
+    # Four sets are walked through four times; each stretch lasts 2 ms at least: two rounds of 1.6 ms; one replay to
+    # warm up, one to see how long it takes.
+    assert FakeGraph.captured == timing.LEAST_CALLS == 16
+    assert FakeGraph.replays == 2 + timing.REPEATS * 2
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_outputs_are_poisoned_before_the_replays_and_looked_at_after_them() -> None:
+    seen: list[object] = []
+
+    def call(number: int) -> int:
+        seen.append(number)
+        FakeGraph.captured += FakeGraph.capturing
+        return number
+
+    timer = GraphTimer(torch.device("cuda"))
+    timer.time(
+        [partial(call, 1), partial(call, 2)],
+        lambda result: seen.append(("prepare", result, FakeGraph.replays)),
+        lambda result: seen.append(("accept", result, FakeGraph.replays)),
+    )
+    replays = FakeGraph.replays
+    # All calls once to warm up and once to be captured.
+    assert seen == [*[1, 2] * 16, ("prepare", 2, 0), ("accept", 2, replays)]
+    assert replays > timing.REPEATS
 
 
 @pytest.mark.usefixtures("fake_cuda")
