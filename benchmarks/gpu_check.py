@@ -19,8 +19,11 @@ import hashlib
 import io
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -32,7 +35,7 @@ import torch
 from benchmarks import contenders
 from benchmarks.contenders import Cell, Contender
 from benchmarks.models import MODELS, ModelSize
-from benchmarks.results import Results, Row, file_stem, plot, print_table, print_verdicts
+from benchmarks.results import PASSED, Results, Row, file_stem, plot, print_table, print_verdicts
 from benchmarks.timing import DryTimer, GraphTimer
 from benchmarks.traffic import bytes_moved, tail_of, ways
 from moetrt.console import Output
@@ -45,6 +48,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 OLDEST_GPU = (8, 0)
+
+TEST_SECONDS = 150
+MEASURING_SECONDS = 180
+"""Both together, and what lies between, are to fit into six minutes of a machine that is lent for minutes."""
 
 DRY_TOKENS = (1, 5)
 DRY_HIDDEN = 512
@@ -73,23 +80,52 @@ class Run:
         self.seed = seed
         self.deadline = deadline
         self.faults: list[str] = []
+        self.broken = ""
 
-    def measure(self, model: ModelSize, token_counts: Sequence[int]) -> Iterator[Row]:
-        """Every contender at every number of tokens; a contender that cannot run is a row with the reason."""
+    def measure(self, model: ModelSize, token_counts: Sequence[int]) -> Iterator[list[Row]]:
+        """Every contender at every number of tokens, a list for each; a contender that cannot run is a row with the
+        reason."""
         compiled = contenders.Compiled(model, self.backend)
         for tokens in token_counts:
             if time.monotonic() > self.deadline:
-                yield Row(model.name, tokens, contenders.OURS, "", 0, None, note="the time for this run was over")
+                note = "the time for this run was over"
+            elif self.broken:
+                note = f"the device no longer worked: {self.broken}"
+            else:
+                yield self._cell_rows(model, tokens, compiled)
                 continue
-            try:
-                cell = Cell(model, tokens, self.device, self.l2_bytes, self.seed)
-            except torch.OutOfMemoryError as error:
-                yield Row(model.name, tokens, contenders.OURS, "", 0, None, note=_reason(error))
-                continue
-            yield from self._measure_cell(cell, compiled)
+            yield [Row(model.name, tokens, contenders.OURS, "", 0, None, note=note)]
+
+    def _cell_rows(self, model: ModelSize, tokens: int, compiled: contenders.Compiled) -> list[Row]:
+        rows = []
+        try:
+            cell = Cell(model, tokens, self.device, self.l2_bytes, self.seed)
+            # One by one: an error keeps the figures before it.
+            for row in self._measure_cell(cell, compiled):
+                rows.append(row)
+                if self.broken:
+                    break
             del cell
-            if self.device.type == "cuda":
+            if self.device.type == "cuda" and not self.broken:
                 torch.cuda.empty_cache()
+        except Exception as error:
+            # One cell that this machine cannot run must not cost all the others' figures.
+            note = _reason(error)
+            rows.append(Row(model.name, tokens, contenders.OURS, "", 0, None, note=note))
+            self._look_whether_broken()
+            if not isinstance(error, torch.OutOfMemoryError):
+                self.faults.append(f"{model.name}, T={tokens}: {note}")
+        return rows
+
+    def _look_whether_broken(self) -> None:
+        """After some errors a process's CUDA context answers every further call with the same error."""
+        if self.device.type != "cuda" or self.broken:
+            return
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            self.broken = _reason(error)
+            self.faults.append(f"the device no longer worked: {self.broken}")
 
     def _measure_cell(self, cell: Cell, compiled: contenders.Compiled) -> Iterator[Row]:
         found = ways(tail_of(cell.model, cell.tokens))
@@ -129,6 +165,7 @@ class Run:
             except Exception as error:
                 # One contender that this machine cannot run must not cost all the others' figures.
                 note = _reason(error)
+                self._look_whether_broken()
             if note and contender.name == contenders.OURS:
                 self.faults.append(f"{cell.model.name}, T={cell.tokens}, {contender.setting}: {note}")
             yield Row(cell.model.name, cell.tokens, contender.name, contender.setting, moved, timing, note=note)
@@ -172,16 +209,36 @@ def _output_of(command: list[str]) -> str:
         return ""
 
 
-def check_numbers(output: Output) -> bool:
-    """Runs tests/gpu in a process of its own; returns whether all passed."""
+def check_numbers(output: Output) -> str:
+    """Runs tests/gpu in a process of its own; returns "passed", "failed", or "skipped" where not one was run."""
     with output.step("tests/gpu") as step:
         command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-q", "-rs", "-p", "no:cacheprovider"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-        lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["nothing was said"]
-        step.ok = done.returncode == 0
+        code, said = _run_for(command, TEST_SECONDS)
+        lines = said.strip().splitlines() or ["nothing was said"]
+        step.ok = code == 0
         step.result = lines[-1].strip("= ")
+        if code is None:
+            step.result = f"not at their end after {TEST_SECONDS} s"
         step.details = [line for line in lines if line.startswith("SKIPPED")] if step.ok else lines[-40:]
-    return step.ok
+    if not step.ok:
+        return "failed"
+    return PASSED if re.search(r"\b\d+ passed\b", lines[-1]) else "skipped"
+
+
+def _run_for(command: list[str], seconds: float) -> tuple[int | None, str]:
+    """The exit code, None where it took longer, and what was said; ends what the command itself had started, too."""
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        return code, said.read()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -205,7 +262,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", nargs="+", type=int, help=f"numbers of tokens ({' '.join(map(str, TOKENS))})")
     parser.add_argument("--skip-tests", action="store_true", help="only the times")
     parser.add_argument("--skip-times", action="store_true", help="only tests/gpu")
-    parser.add_argument("--seconds", type=float, default=330.0, help="after the start no further cell is begun (330)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=MEASURING_SECONDS,
+        help=f"so long after the tests no further cell is begun ({MEASURING_SECONDS})",
+    )
     return parser
 
 
@@ -213,7 +275,6 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     for name in options.models:
         if name not in MODELS:
             raise InputError(f"--models was {name!r}; {', '.join(MODELS)} is taken")
-    deadline = time.monotonic() + options.seconds
     dry = options.dry_run
     if dry:
         output.line("DRY RUN on the CPU: the script's steps are tried with tiny sizes, nothing is measured")
@@ -223,25 +284,32 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         # For tests/gpu too.
         os.environ[LIBRARY_VARIABLE] = str(existing_file(options.library, "plugin library").absolute())
     # Wrong numbers end the run as a failure, but do not cost the times of a machine that may be lent for minutes.
-    right = dry or options.skip_tests or check_numbers(output)
+    tests = "skipped" if dry or options.skip_tests else check_numbers(output)
+    right = tests == PASSED or dry or options.skip_tests
     if options.skip_times:
         return 0 if right else 1
     seed = time.time_ns() % 2**31
-    run = _prepare(dry, seed, deadline)
+    run = _prepare(dry, seed, time.monotonic() + options.seconds)
     models = [MODELS[name] for name in options.models]
     if dry:
         models = [dataclasses.replace(model, hidden=DRY_HIDDEN) for model in models]
-    results = Results({**facts_of(run.device, run.library, dry=dry), "seed": seed}, models)
-    for model in models:
-        with output.step(f"times, {model.name}") as step:
-            rows = list(run.measure(model, options.tokens or (DRY_TOKENS if dry else TOKENS)))
-            results.rows += rows
-            step.result = f"{len(rows)} rows, {sum(row.timing is not None for row in rows)} measured"
-            step.details = sorted({f"{row.contender}: {row.note}" for row in rows if row.note})
+    facts = {**facts_of(run.device, run.library, dry=dry), "seed": seed, "tests": tests, "faults": run.faults}
+    results = Results(facts, models)
     folder = options.output or (ROOT / "build" / "gpu-check" if dry else RESULTS)
-    _report(results, folder, output)
-    for fault in run.faults:
-        output.line(f"WRONG: {fault}")
+    stem = folder / file_stem(results.facts)
+    try:
+        for model in models:
+            with output.step(f"times, {model.name}") as step:
+                rows = []
+                for cell_rows in run.measure(model, options.tokens or (DRY_TOKENS if dry else TOKENS)):
+                    rows += cell_rows
+                    results.rows += cell_rows
+                    # After each cell: a machine that hangs in the next one loses nothing.
+                    results.write(stem.with_suffix(".json"))
+                step.result = f"{len(rows)} rows, {sum(row.timing is not None for row in rows)} measured"
+                step.details = sorted({f"{row.contender}: {row.note}" for row in rows if row.note})
+    finally:
+        _report(results, stem, output)
     return 0 if right and not run.faults else 1
 
 
@@ -276,16 +344,19 @@ def _prepare(dry: bool, seed: int, deadline: float) -> Run:
     return Run(library, device, timer, l2_bytes=l2_bytes, backend="inductor", seed=seed, deadline=deadline)
 
 
-def _report(results: Results, folder: Path, output: Output) -> None:
+def _report(results: Results, stem: Path, output: Output) -> None:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         printed = Output()
-        printed.line(", ".join(f"{name} {value}" for name, value in results.facts.items() if value not in ("", None)))
+        printed.line(f"tests/gpu: {results.facts['tests']}")
+        for fault in results.facts["faults"]:
+            printed.line(f"WRONG: {fault}")
+        shown = {name: value for name, value in results.facts.items() if name not in ("tests", "faults")}
+        printed.line(", ".join(f"{name} {value}" for name, value in shown.items() if value not in ("", None)))
         print_table(results, printed)
         print_verdicts(results, printed)
     output.line()
     output.line(text.getvalue().rstrip())
-    stem = folder / file_stem(results.facts)
     results.write(stem.with_suffix(".json"))
     with write_atomically(stem.with_suffix(".txt")) as temporary:
         Path(temporary).write_text(text.getvalue())

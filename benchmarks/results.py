@@ -18,6 +18,8 @@ DECODE_TOKENS = 64
 PREFILL_TOKENS = 1024
 """From here on it is held against a copy."""
 
+PASSED = "passed"
+
 COPY_SHARE = 0.92
 NORM_FACTOR = 1.25
 SEPARATE_FACTOR = 1.25
@@ -53,11 +55,19 @@ class Row:
 
 @dataclass
 class Results:
-    """A whole run: where and when, and its rows."""
+    """A whole run: where and when, and its rows.
+
+    Among the facts are ``tests``, "passed", "failed" or "skipped", and ``faults``, what was found wrong while timing.
+    """
 
     facts: Mapping[str, Any]
     models: Sequence[ModelSize]
     rows: list[Row] = field(default_factory=list)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the numbers of the kernel that was timed were found right: without that no ratio is given."""
+        return self.facts.get("tests") == PASSED
 
     def tokens_of(self, model: ModelSize) -> list[int]:
         """The numbers of tokens that the model has rows for."""
@@ -112,6 +122,8 @@ def print_table(results: Results, output: Output) -> None:
     """One table for each model, below what its columns mean."""
     for line in LEGEND:
         output.line(line)
+    if not results.trusted:
+        output.line(f"No ratios: tests/gpu {results.facts.get('tests', 'skipped')}; they are given where it passed.")
     for model in results.models:
         output.line()
         output.heading(f"{model.name}: H={model.hidden}, K={model.top_k}")
@@ -132,20 +144,25 @@ def _line(results: Results, model: str, tokens: int) -> list[str]:
 
 
 def ratio(results: Results, model: str, tokens: int, contender: str) -> float | None:
-    """A contender's time over that of our kernel as it runs by itself."""
+    """A contender's time over that of our kernel as it runs by itself; None where one was not measured, or not
+    trusted."""
+    if not results.trusted:
+        return None
     mine, other = results.default(model, tokens), results.best(model, tokens, contender)
     return None if mine is None or other is None else _seconds(other) / _seconds(mine)
 
 
 def copy_share(results: Results, model: str, tokens: int) -> float | None:
-    """Our rate of moving bytes over that of a device-to-device copy."""
+    """Our rate of moving bytes over that of a device-to-device copy; None as of `ratio`."""
+    if not results.trusted:
+        return None
     mine, copy = results.default(model, tokens), results.best(model, tokens, COPY)
     return None if mine is None or copy is None or not mine.rate or not copy.rate else mine.rate / copy.rate
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One number to reach: ``reached`` is the worst cell's, None where nothing was measured."""
+    """One number to reach: ``reached`` is the worst cell's, None where nothing was measured, or not trusted."""
 
     wanted: str
     reached: float | None
@@ -186,9 +203,12 @@ def _verdict(wanted: str, reached: Mapping[str, float | None], bound: float, *, 
 def print_verdicts(results: Results, output: Output) -> None:
     """The numbers to reach, beside what the worst cell reached."""
     lines = []
+    unknown = "not measured" if results.trusted else "not judged"
     for verdict in verdicts(results):
         reached = "-" if verdict.reached is None else f"{verdict.reached:.2f} ({verdict.cell})"
-        held = {True: "held", False: "NOT HELD", None: "not measured"}[verdict.held]
+        held = {True: "held", False: "NOT HELD", None: "not measured" if results.trusted else "not judged"}[
+            verdict.held
+        ]
         lines.append([verdict.wanted, reached, held])
     output.line()
     output.table(["wanted", "worst", ""], lines)
@@ -215,12 +235,20 @@ def plot(results: Results, path: Path) -> str:
         _draw(axis, results, model)
     axes[0][0].set_ylabel("microseconds")
     axes[0][0].legend(fontsize="small")
-    figure.suptitle(f"MoE tail in bf16, {results.facts.get('card', '')}, {results.facts.get('date', '')}")
+    figure.suptitle(_title(results))
     figure.tight_layout()
     with write_atomically(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     pyplot.close(figure)
     return ""
+
+
+def _title(results: Results) -> str:
+    facts = results.facts
+    state = f"tests/gpu {facts.get('tests', 'skipped')}"
+    if facts.get("faults"):
+        state += f", {len(facts['faults'])} faults"
+    return f"MoE tail in bf16, {facts.get('card', '')}, {facts.get('date', '')}, {state}"
 
 
 def _draw(axis: Any, results: Results, model: ModelSize) -> None:

@@ -6,6 +6,9 @@ Made-up times stay in this file and its temporary folder.
 import dataclasses
 import json
 import math
+import sys
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +18,21 @@ import torch
 
 from benchmarks import contenders, gpu_check, timing
 from benchmarks.contenders import ADD_NORM, COPY, EAGER, NO_PDL, OURS, SEPARATE, Cell
+from benchmarks.host import host_library
 from benchmarks.models import MODELS
-from benchmarks.results import Results, Row, copy_share, file_stem, plot, print_table, ratio, read, verdicts
+from benchmarks.results import (
+    Results,
+    Row,
+    _title,
+    copy_share,
+    file_stem,
+    plot,
+    print_table,
+    print_verdicts,
+    ratio,
+    read,
+    verdicts,
+)
 from benchmarks.timing import DryTimer, GraphTimer, Timing
 from moetrt.console import Output
 from moetrt.cuda_op import kernel_params
@@ -30,7 +46,9 @@ def test_a_dry_run_tries_every_step_and_measures_nothing(tmp_path: Path, capsys:
     assert gpu_check.main(["--dry-run", "--output", str(tmp_path), "--models", "deepseek-v3", "qwen3-next"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("DRY RUN on the CPU")
-    assert "not measured" in printed
+    assert "tests/gpu: skipped" in printed
+    assert "No ratios: tests/gpu skipped" in printed
+    assert "not judged" in printed
     assert "NOT HELD" not in printed
     assert " us" not in printed
     (written,) = tmp_path.glob("*.json")
@@ -38,6 +56,7 @@ def test_a_dry_run_tries_every_step_and_measures_nothing(tmp_path: Path, capsys:
     assert list(tmp_path.glob("*.png")) == []
     data = json.loads(written.read_text())
     assert data["dry_run"] is True
+    assert (data["tests"], data["faults"]) == ("skipped", [])
     assert data["card"] == "none (host build)"
     assert {row["timing"] for row in data["rows"]} == {None}
     notes = {row["note"] for row in data["rows"] if row["contender"] not in (ADD_NORM, SEPARATE)}
@@ -62,6 +81,13 @@ def test_a_wrong_kernel_ends_the_run_as_a_failure(
     printed = capsys.readouterr().out
     assert "WRONG: deepseek-v3, T=3, " in printed
     assert "norm_out is wrong: its error against float64 is" in printed
+    (written,) = tmp_path.glob("*.json")
+    faults = json.loads(written.read_text())["faults"]
+    assert faults
+    assert all("norm_out is wrong" in fault for fault in faults)
+    # Above all figures.
+    top = written.with_suffix(".txt").read_text().splitlines()[: 1 + len(faults)]
+    assert top == ["tests/gpu: skipped", *(f"WRONG: {fault}" for fault in faults)]
 
 
 def test_outputs_that_were_not_written_are_seen() -> None:
@@ -127,17 +153,73 @@ def test_sets_of_buffers_are_larger_than_twice_the_cache() -> None:
     assert len(Cell(model, 1, torch.device("cpu"), 0, seed=0).sets) == 2
 
 
-def test_time_that_is_over_is_said() -> None:
-    run = gpu_check.Run(
+def run_on_nothing(deadline: float) -> gpu_check.Run:
+    return gpu_check.Run(
         library=None,  # type: ignore[arg-type]
         device=torch.device("cpu"),
         timer=DryTimer(),
         l2_bytes=0,
         backend="eager",
         seed=0,
-        deadline=-math.inf,
+        deadline=deadline,
     )
-    assert [row.note for row in run.measure(DEEPSEEK, (1, 4))] == ["the time for this run was over"] * 2
+
+
+def notes(run: gpu_check.Run, token_counts: tuple[int, ...] = (1, 4)) -> list[list[str]]:
+    return [[row.note for row in rows] for rows in run.measure(DEEPSEEK, token_counts)]
+
+
+def test_time_that_is_over_is_said() -> None:
+    assert notes(run_on_nothing(-math.inf)) == [["the time for this run was over"]] * 2
+
+
+def test_an_error_in_a_cell_costs_no_other_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(self: gpu_check.Run, cell: Cell, compiled: object) -> Iterator[Row]:
+        yield row(cell.tokens, OURS, 1e-6)
+        if cell.tokens == 1:
+            raise RuntimeError("no kernel image")
+        if cell.tokens == 2:
+            raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(gpu_check.Run, "_measure_cell", measure)
+    run = run_on_nothing(math.inf)
+    assert notes(run, (1, 2, 3)) == [["", "RuntimeError: no kernel image"], ["", "OutOfMemoryError: too large"], [""]]
+    # A cell that is too large for the machine is not wrong.
+    assert run.faults == ["deepseek-v3, T=1: RuntimeError: no kernel image"]
+
+
+def test_a_device_that_no_longer_works_ends_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Breaks:
+        def time(self, *arguments: object) -> None:
+            run.device = torch.device("cuda")
+            fails()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    run = run_on_nothing(math.inf)
+    run.library, run.timer = host_library(), Breaks()  # type: ignore[assignment]
+    reason = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    # The first contender's error is its own; no other is tried.
+    assert notes(run) == [[reason], [f"the device no longer worked: {reason}"]]
+    assert run.faults[0] == f"the device no longer worked: {reason}"
+
+
+def test_figures_are_on_disk_after_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(self: gpu_check.Run, model: object, token_counts: object) -> Iterator[list[Row]]:
+        yield [row(1, OURS, 1e-6)]
+        (written,) = tmp_path.glob("*.json")
+        assert [each.tokens for each in read(written).rows] == [1]
+        yield [row(4, OURS, 1e-6)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check.Run, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main(["--dry-run", "--output", str(tmp_path), "--models", "deepseek-v3"])
+    (written,) = tmp_path.glob("*.json")
+    assert [each.tokens for each in read(written).rows] == [1, 4]
+    assert written.with_suffix(".txt").is_file()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +267,8 @@ def made_up() -> Results:
         row(1024, EAGER, None, note="out of memory"),
         row(4096, OURS, None, note="the time for this run was over"),
     ]
-    return Results({"card": "NVIDIA H200", "date": "2026-01-02 03:04:05"}, [DEEPSEEK], rows)
+    facts = {"card": "NVIDIA H200", "date": "2026-01-02 03:04:05", "tests": "passed", "faults": []}
+    return Results(facts, [DEEPSEEK], rows)
 
 
 def test_ratios_are_to_what_the_library_does_by_itself(made_up: Results) -> None:
@@ -210,6 +293,21 @@ def test_the_table_has_a_dash_where_nothing_was_measured(made_up: Results, capsy
     assert ["1", "2.00", "us", "2.00", "us", "cluster_8", "-", "2.00", "0.80", "-", "20.00"] in lines
     assert ["1024", "50.00", "us", "40.00", "us", "cta_32", "90", "%", "1.20", "-", "-", "-"] in lines
     assert ["4096", *["-"] * 7] in lines
+
+
+@pytest.mark.parametrize("tests", ["failed", "skipped"])
+def test_there_is_no_ratio_where_the_tests_did_not_pass(
+    made_up: Results, tests: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = Results({**made_up.facts, "tests": tests, "faults": ["one"]}, made_up.models, made_up.rows)
+    assert {(verdict.reached, verdict.held) for verdict in verdicts(results)} == {(None, None)}
+    print_table(results, Output())
+    print_verdicts(results, Output())
+    printed = capsys.readouterr().out
+    assert f"No ratios: tests/gpu {tests}" in printed
+    assert ["1", "2.00", "us", "2.00", "us", "cluster_8", *["-"] * 5] in [line.split() for line in printed.splitlines()]
+    assert printed.count("not judged") == 3
+    assert _title(results) == f"MoE tail in bf16, NVIDIA H200, 2026-01-02 03:04:05, tests/gpu {tests}, 1 faults"
 
 
 def test_files_come_back_as_they_were_written(made_up: Results, tmp_path: Path) -> None:
@@ -331,11 +429,36 @@ def test_a_call_that_fails_while_captured_ends_the_capture() -> None:
     assert not FakeGraph.capturing
 
 
-@pytest.mark.parametrize(("right", "code"), [(True, 0), (False, 1)])
-def test_numbers_decide_the_exit_code(monkeypatch: pytest.MonkeyPatch, right: bool, code: int) -> None:
+@pytest.mark.parametrize(("tests", "code"), [("passed", 0), ("failed", 1), ("skipped", 1)])
+def test_numbers_decide_the_exit_code(monkeypatch: pytest.MonkeyPatch, tests: str, code: int) -> None:
     monkeypatch.setattr(gpu_check, "_check_gpu", lambda: None)
-    monkeypatch.setattr(gpu_check, "check_numbers", lambda output: right)
+    monkeypatch.setattr(gpu_check, "check_numbers", lambda output: tests)
     assert gpu_check.main(["--skip-times"]) == code
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "state"),
+    [
+        (0, "SKIPPED [1] a reason\n12 passed, 1 skipped in 3.00s", "passed"),
+        (0, "SKIPPED [9] no GPU\n9 skipped in 1.00s", "skipped"),
+        (1, "1 failed, 12 passed in 3.00s", "failed"),
+        (None, "", "failed"),
+    ],
+    ids=["passed", "skipped", "failed", "timed out"],
+)
+def test_tests_pass_only_where_some_ran(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, said: str, state: str
+) -> None:
+    monkeypatch.setattr(gpu_check, "_run_for", lambda command, seconds: (code, said))
+    assert gpu_check.check_numbers(Output()) == state
+
+
+def test_a_program_that_hangs_is_ended_with_all_that_it_started() -> None:
+    hangs = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '30'])"
+    started = time.monotonic()
+    assert gpu_check._run_for([sys.executable, "-c", hangs], 2) == (None, "begun\n")
+    assert time.monotonic() - started < 20
+    assert gpu_check._run_for([sys.executable, "-c", "print('done'); raise SystemExit(3)"], 20) == (3, "done\n")
 
 
 def test_facts_name_the_card_the_driver_and_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
