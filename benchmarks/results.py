@@ -206,9 +206,7 @@ def print_verdicts(results: Results, output: Output) -> None:
     unknown = "not measured" if results.trusted else "not judged"
     for verdict in verdicts(results):
         reached = "-" if verdict.reached is None else f"{verdict.reached:.2f} ({verdict.cell})"
-        held = {True: "held", False: "NOT HELD", None: "not measured" if results.trusted else "not judged"}[
-            verdict.held
-        ]
+        held = {True: "held", False: "NOT HELD", None: unknown}[verdict.held]
         lines.append([verdict.wanted, reached, held])
     output.line()
     output.table(["wanted", "worst", ""], lines)

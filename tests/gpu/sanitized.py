@@ -4,6 +4,7 @@ Each tensor is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so t
 code 1 where a number is wrong.
 """
 
+import signal
 import sys
 
 import torch
@@ -15,6 +16,9 @@ from tests.plugins.host.host_kernel import Judge
 from tests.plugins.operator_runs import gold_shape, wrong_entries
 
 SEED = 1
+
+SECONDS = 45
+"""So long one tool may take: two of them are to leave time for the other tests in `benchmarks.gpu_check`."""
 
 
 def cases() -> list[Case]:
@@ -56,4 +60,6 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
+    # Ends by itself where the tool that started it is ended first.
+    signal.alarm(SECONDS + 5)
     sys.exit(main(sys.argv[1]))

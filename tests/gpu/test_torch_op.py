@@ -16,8 +16,8 @@ from tests.plugins.host.host_kernel import Judge
 from tests.plugins.operator_runs import CASES, Prepared, case_named
 
 
-def call(case: Case) -> tuple[torch.Tensor, ...]:
-    """The op on the GPU; a warning is an error."""
+def call(case: Case, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    """The op on a GPU; a warning is an error."""
     op = getattr(torch.ops.moetrt, case.spec.torch_name)
     inputs = [case.tensors.get(entry.name) for entry in case.spec.inputs]
     flags = {entry.name for entry in case.spec.attributes if entry.kind == "FLAG"}
@@ -26,7 +26,7 @@ def call(case: Case) -> tuple[torch.Tensor, ...]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = op(*(None if tensor is None else tensor.cuda() for tensor in inputs), **attributes)
+        found = op(*(None if tensor is None else tensor.to(device) for tensor in inputs), **attributes)
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -87,3 +87,17 @@ def test_a_tensor_on_another_device_is_refused(on_gpu: PluginLibrary, seed: int)
     tensors = {name: tensor.cuda() for name, tensor in case.tensors.items()} | {"gamma": case.tensors["gamma"]}
     with pytest.raises(InputError, match="input gamma was on cpu; cuda:0, where gemm2_permuted is, is taken"):
         cuda_op.run_on_cuda(case.spec, tensors, {})
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "case10 one token", "case11 H=20000"])
+def test_on_two_gpus_in_turn(on_gpu: PluginLibrary, name: str, seed: int) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    case = case_named(name, torch.bfloat16, seed)
+    judge = Judge(case)
+    # The current device stays the first: the kernel runs where the tensors are.
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        outputs = call(case, device)
+        assert {str(output.device) for output in outputs} == {device}
+        assert judge.faults(tuple(output.cpu().reshape(-1, output.shape[-1]) for output in outputs)) == []
+    assert torch.cuda.current_device() == 0
