@@ -118,6 +118,64 @@ def test_a_way_that_writes_no_more_in_its_replays_is_not_timed() -> None:
         cell.accept(honest.calls[-1](), outputs=True)
 
 
+def add_norm(x: torch.Tensor, buffers: contenders.Buffers) -> None:
+    hidden = x + buffers.tensors["residual"]
+    buffers.outputs["residual_out"].copy_(hidden)
+    normed = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], eps=contenders.EPS)
+    buffers.outputs["norm_out"].copy_(normed.bfloat16() * buffers.tensors["gamma"])
+
+
+def add_norm_in_place(x: torch.Tensor, buffers: contenders.Buffers) -> None:
+    hidden = buffers.outputs["residual_out"]
+    hidden += x
+    normed = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], eps=contenders.EPS)
+    x.copy_(normed.bfloat16() * buffers.tensors["gamma"])
+
+
+def wrong_add_norm(x: torch.Tensor, buffers: contenders.Buffers) -> None:
+    add_norm(x, buffers)
+    buffers.outputs["norm_out"].mul_(1.1)
+
+
+@pytest.fixture
+def separate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand for Triton's and FlashInfer's."""
+
+    def finalize(
+        rows: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, factor: float, out: torch.Tensor, *, block: int
+    ) -> None:
+        out.copy_((rows[index.long()].float() * weights.float().unsqueeze(-1)).sum(1) * factor)
+
+    def shared_add(routed: torch.Tensor, shared: torch.Tensor, gate: torch.Tensor | None, out: torch.Tensor) -> None:
+        out.copy_(routed + (shared if gate is None else gate.sigmoid() * shared))
+
+    kernels = SimpleNamespace(FINALIZE_BLOCKS=(512,), finalize=finalize, shared_add=shared_add)
+    monkeypatch.setitem(sys.modules, "benchmarks.triton_kernels", kernels)
+    monkeypatch.setattr("benchmarks.triton_kernels", kernels, raising=False)
+    monkeypatch.setattr(contenders, "find_spec", lambda name: object())
+    found = {"right": add_norm, contenders.FLASHINFER: add_norm_in_place, "wrong": wrong_add_norm}
+    monkeypatch.setattr(contenders, "add_norms", lambda: found)
+
+
+@pytest.mark.usefixtures("separate_kernels")
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next", "mixtral"])
+def test_separate_kernels_are_compared_after_their_replays(name: str) -> None:
+    cell = Cell(dataclasses.replace(MODELS[name], hidden=64), 4, torch.device("cpu"), 0, seed=0)
+    for contender in [*contenders.add_norm_alone(cell), *contenders.separate(cell, "right")]:
+        if contender.setting != "wrong":
+            DryTimer().time(contender.calls, contender.prepare, contender.accept)
+            continue
+        with pytest.raises(contenders.WrongResultError, match="after the replays norm_out is wrong"):
+            DryTimer().time(contender.calls, contender.prepare, contender.accept)
+    (in_place,) = contenders.separate(cell, contenders.FLASHINFER)
+    assert in_place.check is not None
+    assert cell.fault(in_place.check, cell.sets[-1]) == ""
+    DryTimer().time(in_place.calls, in_place.prepare, in_place.accept)
+    (wrong,) = contenders.separate(cell, "wrong")
+    with pytest.raises(contenders.WrongResultError, match="after the replays norm_out is wrong"):
+        DryTimer().time(wrong.calls, wrong.prepare, wrong.accept)
+
+
 def test_a_copy_that_was_not_made_is_seen() -> None:
     contender, _ = contenders.copy(Cell(dataclasses.replace(DEEPSEEK, hidden=64), 4, torch.device("cpu"), 0, seed=0))
     contender.prepare(None)
