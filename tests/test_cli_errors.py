@@ -357,7 +357,8 @@ def test_an_invalid_model_is_named_by_every_command(refused: Refused, plain_onnx
     model = onnx.load(plain_onnx)
     model.graph.node[0].input[0] = "zzz"
     onnx.save(model, plain_onnx)
-    for words in (["map", plain_onnx, "-o", "out.onnx"], ["inspect", plain_onnx], ["build", plain_onnx, "-o", "out"]):
+    output = ["-o", plain_onnx.with_name("output")]
+    for words in (["map", plain_onnx, *output], ["inspect", plain_onnx], ["build", plain_onnx, *output]):
         line = refused(*words)
         assert f"ONNX model '{plain_onnx}' is not valid" in line, words
         assert "'zzz'" in line, words
