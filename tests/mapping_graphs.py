@@ -8,7 +8,7 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from moetrt.equivalence import seeded_inputs
+from tests.equivalence import seeded_inputs
 
 TOKENS, TOP_K, ROWS, HIDDEN = 6, 3, 24, 16
 SIZES = {"T": TOKENS, "R": ROWS, "B": 2, "S": 3}

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from moetrt.equivalence import compare_models
 from moetrt.errors import InputError, InputTypeError
 from moetrt.mapping import TAILS_EXPECTED, inference_problem, map_file, map_model
 from moetrt.mapping_report import MappingReport, Site
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
+from tests.equivalence import compare_models
 from tests.mapping_graphs import FLOAT, HIDDEN, Graph, NormForm, feeds, full_tail
 
 RELATIVE = {"float32": 2e-6, "float16": 4e-3}

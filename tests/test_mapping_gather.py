@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moetrt.equivalence import compare_models, run_model
 from moetrt.mapping import inference_problem, map_model
 from moetrt.mapping_report import MappingReport, Site
 from moetrt.onnx_op import operator_of
+from tests.equivalence import compare_models, run_model
 from tests.mapping_graphs import Graph, NormForm
 
 TOKENS, TOP_K, ROWS, HIDDEN = 6, 2, 20, 16

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from moetrt.capture import capture
-from moetrt.equivalence import compare_models, seeded_inputs
 from moetrt.mapping import inference_problem, map_model
 from moetrt.onnx_op import operator_of
 from moetrt.source import load_source
+from tests.equivalence import compare_models, seeded_inputs
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moetrt.library import MoEFinalizeParams
 from moetrt.spec import FINALIZE_ADD_RMS_NORM
 from tests.operator_cases import Case, gold
 
@@ -36,28 +37,11 @@ ARRAYS = (
 ROWS_DTYPE_ARRAYS = ("gemm2_permuted", "shared_output", "residual", "norm_out", "residual_out")
 
 
-class Params(ctypes.Structure):
-    """moetrt_moe_finalize_params."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_tokens", "top_k", "num_rows", "row_stride", "hidden_size")),
-        *((name, ctypes.c_void_p) for name in ARRAYS),
-        *((name, ctypes.c_int32) for name in ("dtype", "weights_dtype", "gate_dtype", "gamma_dtype")),
-        *(
-            (name, ctypes.c_float)
-            for name in ("eps", "residual_scale", "combine_scale", "routed_scaling_factor", "weight_bias")
-        ),
-        ("weight_before_cast", ctypes.c_int32),
-        ("apply_expert_weights", ctypes.c_int32),
-        ("programmatic_dependent_launch", ctypes.c_int32),
-    )
-
-
 def load(path: Path) -> ctypes.CDLL:
     """The library, its functions declared."""
     library = ctypes.CDLL(str(path))
     library.moetrt_last_error.restype = ctypes.c_char_p
-    params = ctypes.POINTER(Params)
+    params = ctypes.POINTER(MoEFinalizeParams)
     library.moetrt_moe_finalize.argtypes = (params, ctypes.c_void_p)
     library.moetrt_moe_finalize_with_tactic.argtypes = (params, ctypes.c_int32, ctypes.c_void_p)
     library.moetrt_host_set_device.argtypes = (ctypes.c_int32,)
@@ -69,7 +53,7 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def parameters(case: Case) -> Params:
+def parameters(case: Case) -> MoEFinalizeParams:
     """The struct for a case, its pointers still null."""
     tensors = case.tensors
     tokens, top_k = tensors["expert_weights"].shape
@@ -77,7 +61,7 @@ def parameters(case: Case) -> Params:
     dtype = tensors["gemm2_permuted"].dtype
     values = case.spec.complete(case.attributes)
     wide = next((tensors[name] for name in ("gamma", "residual", "shared_output") if name in tensors), None)
-    return Params(
+    return MoEFinalizeParams(
         num_tokens=tokens,
         top_k=top_k,
         num_rows=rows,

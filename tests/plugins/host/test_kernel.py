@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moetrt.library import MoEFinalizeParams
 from moetrt.reference import reference
 from tests.operator_cases import Case, gold, make_case
 from tests.plugins.host.host_build import build_library, changed_kernel
@@ -27,7 +28,6 @@ from tests.plugins.host.host_kernel import (
     WHOLE_CHIP,
     Call,
     Judge,
-    Params,
     as_float64,
     load,
     parameters,
@@ -510,7 +510,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def complete(tokens: int = 6) -> tuple[Params, list[torch.Tensor]]:
+def complete(tokens: int = 6) -> tuple[MoEFinalizeParams, list[torch.Tensor]]:
     """Parameters with every operand given, and the tensors that they point to."""
     case = make_case(tokens=tokens, hidden=64, dtype=BF16, gate=True, seed=26)
     params = parameters(case)
@@ -539,7 +539,7 @@ def test_null_pointers_are_taken_where_there_is_nothing_to_read(host_library: ct
     params, tensors = complete()
     params.expert_weights, params.apply_expert_weights = None, 0
     assert host_library.moetrt_moe_finalize(ctypes.byref(params), None) == 0
-    nothing = Params(num_tokens=0, top_k=2, row_stride=8, hidden_size=8, apply_expert_weights=1)
+    nothing = MoEFinalizeParams(num_tokens=0, top_k=2, row_stride=8, hidden_size=8, apply_expert_weights=1)
     assert host_library.moetrt_moe_finalize(ctypes.byref(nothing), None) == 0
     del tensors
 
