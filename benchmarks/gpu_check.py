@@ -35,24 +35,25 @@ import torch
 
 from benchmarks import contenders
 from benchmarks.contenders import Cell, Contender
-from benchmarks.models import MODELS, ModelSize
+from benchmarks.models import MODELS, ModelSize, check_number, model_named
 from benchmarks.results import PASSED, Results, Row, file_stem, plot, print_table, print_verdicts
 from benchmarks.timing import DryTimer, GraphTimer
 from benchmarks.traffic import bytes_moved, tail_of, ways
 from moetrt.console import Output
 from moetrt.errors import InputError, MoetrtError
-from moetrt.files import existing_file, write_atomically
+from moetrt.files import existing_file, output_directory, write_atomically
 from moetrt.library import LIBRARY_VARIABLE, PluginLibrary, load_plugin_library
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+MOST_TOKENS = 2**20
 OLDEST_GPU = (8, 0)
 
 TEST_SECONDS = 150
 MEASURING_SECONDS = 180
-"""Both together, and what lies between, are to fit into six minutes of a machine that is lent for minutes."""
+"""Both together, and what lies between, are to fit into six minutes of a rented machine."""
 
 DRY_TOKENS = (1, 5)
 DRY_HIDDEN = 512
@@ -273,30 +274,34 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
-    for name in options.models:
-        if name not in MODELS:
-            raise InputError(f"--models was {name!r}; {', '.join(MODELS)} is taken")
+    models = [model_named(name) for name in options.models]
+    for tokens in options.tokens or ():
+        check_number("--tokens", tokens, 1, MOST_TOKENS)
+    check_number("--seconds", options.seconds, 1, 3600)
     dry = options.dry_run
+    if dry and options.library is not None:
+        raise InputError("--library was given with --dry-run, which runs the kernel's host build")
     if dry:
         output.line("DRY RUN on the CPU: the script's steps are tried with tiny sizes, nothing is measured")
     else:
         _check_gpu()
+    folder = options.output or (ROOT / "build" / "gpu-check" if dry else RESULTS)
+    if not options.skip_times:
+        output_directory(folder)
     if options.library is not None:
         # For tests/gpu too.
         os.environ[LIBRARY_VARIABLE] = str(existing_file(options.library, "plugin library").absolute())
-    # Wrong numbers end the run as a failure, but do not cost the times of a machine that may be lent for minutes.
+    # Wrong numbers end the run as a failure, but do not cost the times of a machine that may be rented by the minute.
     tests = "skipped" if dry or options.skip_tests else check_numbers(output)
     right = tests == PASSED or dry or options.skip_tests
     if options.skip_times:
         return 0 if right else 1
     seed = time.time_ns() % 2**31
     run = _prepare(dry, seed, time.monotonic() + options.seconds)
-    models = [MODELS[name] for name in options.models]
     if dry:
         models = [dataclasses.replace(model, hidden=DRY_HIDDEN) for model in models]
     facts = {**facts_of(run.device, run.library, dry=dry), "seed": seed, "tests": tests, "faults": run.faults}
     results = Results(facts, models)
-    folder = options.output or (ROOT / "build" / "gpu-check" if dry else RESULTS)
     stem = folder / file_stem(results.facts)
     try:
         for model in models:

@@ -75,6 +75,16 @@ def attributes_of(model: ModelSize) -> dict[str, float | int]:
     return {"routed_scaling_factor": model.routed_scaling_factor, "weight_before_cast": 0}
 
 
+def check_number(name: str, value: float, least: float, most: float) -> None:
+    """Checks an option of a command.
+
+    Raises:
+        InputError: it is below ``least``, above ``most`` or not a number.
+    """
+    if not least <= value <= most:
+        raise InputError(f"{name} was {value:g}; {least:g} to {most:g} is taken")
+
+
 def model_named(name: str) -> ModelSize:
     """The model of that name.
 
@@ -82,5 +92,5 @@ def model_named(name: str) -> ModelSize:
         InputError: there is none.
     """
     if name not in MODELS:
-        raise InputError(f"model was {name!r}; {', '.join(MODELS)} is taken")
+        raise InputError(f"model was {name!r}; one of {', '.join(MODELS)} is taken")
     return MODELS[name]

@@ -8,11 +8,12 @@ at the given bandwidth is thus a floor for each way; a chain whose intermediates
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.models import ModelSize, model_named
+from benchmarks.models import ModelSize, check_number, model_named
 from moetrt.console import Output
 from moetrt.errors import InputError, MoetrtError
 
@@ -115,8 +116,8 @@ def bytes_moved(way: Way) -> int:
 
 def floor_seconds(way: Way, bytes_per_second: float) -> float:
     """The time that its bytes take at that bandwidth, in seconds."""
-    if not bytes_per_second > 0:
-        raise InputError(f"bandwidth was {bytes_per_second:g} bytes a second; a number above 0 is taken")
+    if not 0 < bytes_per_second < math.inf:
+        raise InputError(f"bandwidth was {bytes_per_second:g} bytes a second; a finite number above 0 is taken")
     return bytes_moved(way) / bytes_per_second
 
 
@@ -208,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tail = _tail(options)
         if options.bandwidth is not None:
-            floor_seconds((), options.bandwidth * 1e12)
+            check_number("--bandwidth", options.bandwidth, 1e-6, 1e6)
         _print(tail, options.bandwidth, kernels=options.kernels)
     except MoetrtError as error:
         print(f"moetrt: error: {error}", file=sys.stderr)
@@ -239,6 +240,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _tail(options: argparse.Namespace) -> Tail:
     if options.model is not None:
+        own = ("top_k", "hidden", "dtype", "routes", "shared", "gate", "mapped", "residual", "norm", "scaled")
+        defaults = _parser().parse_args([])
+        for name in (*own, "weights_dtype", "gate_dtype", "gamma_dtype"):
+            if getattr(options, name) != getattr(defaults, name):
+                raise InputError(f"--model {options.model} was given with another {name}; a model has its own")
         return tail_of(model_named(options.model), options.tokens)
     return Tail(
         options.tokens,
@@ -272,7 +278,7 @@ def _print(tail: Tail, bandwidth: float | None, *, kernels: bool) -> None:
 
 
 def _row(name: str, count: str, moved: int, tail: Tail, least: int, bandwidth: float | None) -> list[str]:
-    row = [name, count, f"{moved:,}", f"{moved / max(tail.tokens, 1):,.0f}", f"{moved / max(least, 1):.2f}"]
+    row = [name, count, f"{moved:,}", f"{moved / max(tail.tokens, 1):,.0f}", f"{moved / least:.2f}" if least else "-"]
     return row if bandwidth is None else [*row, f"{moved / bandwidth * 1e-6:.2f} us"]
 
 

@@ -271,6 +271,8 @@ def test_what_is_not_taken_is_named(changes: dict[str, torch.Tensor | None], mes
         ("weight_before_cast", 2, "weight_before_cast was 2; 0 or 1 is taken"),
         ("apply_expert_weights", 1.0, "apply_expert_weights was 1.0; 0 or 1 is taken"),
         ("routed_scaling_factor", float("inf"), "routed_scaling_factor was inf; a finite float is taken"),
+        ("residual_scale", 1e39, r"residual_scale was 1e\+39; a finite float is taken"),
+        pytest.param("eps", 10**400, "eps was 1000", id="eps-10**400"),
         ("epsilon", 1e-6, "attribute epsilon is unknown; taken are apply_expert_weights"),
     ],
 )

@@ -19,6 +19,9 @@ DATA_DTYPES = ("bfloat16", "float16", "float32")
 """What the rows may be; the other floating-point inputs are the rows' dtype or float32."""
 
 
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
 @dataclass(frozen=True)
 class InputSpec:
     """One input of an operator.
@@ -69,7 +72,8 @@ class AttributeSpec:
             return int(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InputTypeError(f"{where}: attribute {self.name} was {value!r}; a float is taken")
-        if not math.isfinite(value) or value < self.minimum:
+        # Attributes are float32 fields; nan fails the comparison too.
+        if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX or value < self.minimum:
             least = "" if self.minimum == -math.inf else f" of at least {self.minimum:g}"
             raise InputError(f"{where}: attribute {self.name} was {value!r}; a finite float{least} is taken")
         if self.taken and value not in self.taken:

@@ -283,7 +283,7 @@ def test_figures_are_on_disk_after_each_cell(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--models", "gpt-5"], "moetrt: error: --models was 'gpt-5'; deepseek-v3, "),
+        (["--models", "gpt-5"], "moetrt: error: model was 'gpt-5'; one of deepseek-v3, "),
         ([], "moetrt: error: this needs an NVIDIA GPU that PyTorch sees; --dry-run tries the script without one"),
     ],
     ids=["model", "no GPU"],

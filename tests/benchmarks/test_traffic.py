@@ -100,6 +100,6 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "deepseek-v4"]) == 2
     assert main(["--bandwidth", "-1"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "moetrt: error: model was 'deepseek-v4'; deepseek-v3, qwen3-235b, gpt-oss, mixtral, qwen3-next is taken",
-        "moetrt: error: bandwidth was -1e+12 bytes a second; a number above 0 is taken",
+        "moetrt: error: model was 'deepseek-v4'; one of deepseek-v3, qwen3-235b, gpt-oss, mixtral, qwen3-next is taken",
+        "moetrt: error: --bandwidth was -1; 1e-06 to 1e+06 is taken",
     ]
