@@ -23,17 +23,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 HALF_SUBNORMAL = {torch.float32: 2.0**-150, torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 
-ARRAYS = (
-    "gemm2_permuted",
-    "expert_weights",
-    "expanded_idx_to_permuted_idx",
-    "shared_output",
-    "shared_gate",
-    "residual",
-    "gamma",
-    "norm_out",
-    "residual_out",
-)
+ARRAYS = tuple(name for name, kind in MoEFinalizeParams._fields_ if kind is ctypes.c_void_p)
 ROWS_DTYPE_ARRAYS = ("gemm2_permuted", "shared_output", "residual", "norm_out", "residual_out")
 
 
