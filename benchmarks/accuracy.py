@@ -19,9 +19,9 @@ it was rounded, by definition, in all three.
 
 Held are, everywhere: the relative error is at most eager PyTorch's and at most half of the bf16 running sum's; the
 error is at most eager PyTorch's; the excess is at most half of the bf16 running sum's. And the error of the routed sum
-is at most half of the bf16 running sum's for K of 8 and more; for smaller K that cannot be: with K roundings of products
-and K-1 of sums before it, of which the early ones are of small numbers, the last rounding alone is more than half of
-the whole (0.55 for K=4, 0.71 for K=2).
+is at most half of the bf16 running sum's for K of 8 and more; for smaller K that cannot be: with K roundings of
+products and K-1 of sums before it, of which the early ones are of small numbers, the last rounding alone is more than
+half of the whole (0.55 for K=4, 0.71 for K=2).
 """
 
 import argparse
