@@ -10,12 +10,13 @@ import onnxruntime
 import pytest
 import torch
 
+from moetrt import models
 from moetrt.capture import OPSETS, capture, export, parse_dynamic
 from moetrt.errors import InputError, InputTypeError
 from moetrt.onnx_files import load_model
 from moetrt.onnx_op import named_inputs, operator_of, read_attributes
 from moetrt.source import Source, as_source
-from tests.models import contract, families
+from tests.models import contract
 
 KINDS = ("front", "foreign", "gather_form", "producer", "finalize_only")
 
@@ -211,7 +212,7 @@ def test_a_failure_leaves_nothing(where: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_case28_a_failed_export_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = families.qwen3_moe().train()
+    model = models.qwen3_moe().train()
     model.lm_head.eval()
     seen = []
 

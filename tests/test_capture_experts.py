@@ -3,18 +3,22 @@
 import pytest
 import torch
 
+from moetrt import models
 from moetrt.errors import InputError
 from moetrt.experts import EXPERTS_FORMS, deferred_finalize, experts_modules
 from tests.models import families
 
 FAMILIES = [
     families.deepseek_v3,
-    families.qwen3_moe,
-    families.qwen2_moe,
-    families.mixtral,
-    families.olmoe,
-    families.glm4_moe,
-    families.gpt_oss,
+    models.qwen3_moe,
+    models.qwen2_moe,
+    models.mixtral,
+    models.olmoe,
+    models.glm4_moe,
+    models.gpt_oss,
+    models.minimax_m2,
+    models.qwen3_next,
+    models.qwen3_5_moe,
 ]
 
 
@@ -40,7 +44,7 @@ def test_forms_agree_with_the_eager_forward(family, form: str) -> None:
 @pytest.mark.parametrize("form", EXPERTS_FORMS)
 def test_half_precision_is_nearer_to_float32_than_the_eager_forward(form: str, dtype: torch.dtype) -> None:
     """One experts module alone, so that a route near a tie cannot flip."""
-    model = families.qwen3_moe()
+    model = models.qwen3_moe()
     experts = next(iter(experts_modules(model).values()))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(32, 64, generator=generator).to(dtype)
@@ -60,7 +64,7 @@ def test_half_precision_is_nearer_to_float32_than_the_eager_forward(form: str, d
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("form", EXPERTS_FORMS)
 def test_few_tokens(form: str, tokens: int) -> None:
-    model = families.qwen3_moe()
+    model = models.qwen3_moe()
     wanted = logits(model, tokens)
     with deferred_finalize(model, form):
         assert torch.allclose(logits(model, tokens), wanted, atol=1e-6)
@@ -79,14 +83,14 @@ def test_case28_implementation_is_restored() -> None:
 
 
 def test_models_inside_another_module_are_found() -> None:
-    outer = torch.nn.ModuleDict({"moe": families.qwen3_moe(), "dense": families.llama(), "head": torch.nn.Linear(2, 2)})
+    outer = torch.nn.ModuleDict({"moe": models.qwen3_moe(), "dense": families.llama(), "head": torch.nn.Linear(2, 2)})
     with deferred_finalize(outer):
         assert outer["moe"].get_experts_implementation()[""] == "moetrt_gathered"
     assert outer["moe"].get_experts_implementation()[""] == "grouped_mm"
 
 
 def test_what_is_refused() -> None:
-    model = families.qwen3_moe()
+    model = models.qwen3_moe()
     unknown = pytest.raises(InputError, match="the experts form was 'fast'; gathered or dense is taken")
     with unknown, deferred_finalize(model, "fast"):
         pass

@@ -25,6 +25,10 @@ ROOT = Path(__file__).parents[1]
 TOLERANCE = 2e-6
 SHAPES = ({"batch": 1, "seq": 1}, {"batch": 3, "seq": 13}, {"batch": 1, "seq": 40})
 
+DEEPSEEK = "tests.models.families:deepseek_v3"
+QWEN3 = "moetrt.models:qwen3_moe"
+GPT_OSS = "moetrt.models:gpt_oss"
+
 Exported = Callable[..., tuple[Source, ExportResult]]
 
 
@@ -38,10 +42,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
         if key not in done:
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(ROOT)
-                source = load_source(f"tests.models.families:{family}", dtype=dtype)
+                source = load_source(family, dtype=dtype)
             source = dataclasses.replace(source, example_inputs={"input_ids": torch.full((2, 8), 7)})
-            folder = tmp_path_factory.mktemp("exported") / "-".join(filter(None, key))
-            done[key] = source, export(source, folder, experts=experts)
+            done[key] = source, export(source, tmp_path_factory.mktemp("exported"), experts=experts)
         return done[key]
 
     return make
@@ -68,12 +71,12 @@ def difference(source: Source, path: Path, seed: int, sizes: dict[str, int]) -> 
 @pytest.mark.parametrize(
     ("family", "experts", "layers"),
     [
-        ("deepseek_v3", "gathered", ["model.layers.1.mlp.experts"]),
-        ("deepseek_v3", "dense", ["model.layers.1.mlp.experts"]),
-        ("qwen3_moe", "gathered", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
-        ("gpt_oss", "gathered", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
-        ("gpt_oss", "dense", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
-        ("glm4_moe", "gathered", ["model.layers.1.mlp.experts"]),
+        (DEEPSEEK, "gathered", ["model.layers.1.mlp.experts"]),
+        (DEEPSEEK, "dense", ["model.layers.1.mlp.experts"]),
+        (QWEN3, "gathered", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        (GPT_OSS, "gathered", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        (GPT_OSS, "dense", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        ("moetrt.models:glm4_moe", "gathered", ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]),
     ],
 )
 def test_onnxruntime_agrees_with_pytorch(exported: Exported, family: str, experts: str, layers: list[str]) -> None:
@@ -110,7 +113,7 @@ def hit_experts(source: Source, inputs: dict[str, torch.Tensor]) -> list[set[int
 
 
 def test_case27_every_experts_weights_are_in_the_file(exported: Exported) -> None:
-    source, result = exported("qwen3_moe")
+    source, result = exported(QWEN3)
     assert all(len(experts) == 2 for experts in hit_experts(source, dict(source.example_inputs)))
     others = source.make_inputs(5, batch=2, seq=40)
     assert all(len(experts) == 8 for experts in hit_experts(source, others))
@@ -123,14 +126,14 @@ def test_case27_every_experts_weights_are_in_the_file(exported: Exported) -> Non
     assert difference(source, result.model_path, 5, {"batch": 2, "seq": 40}) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("deepseek_v3", "bf16"), ("qwen3_moe", "fp16")])
+@pytest.mark.parametrize(("family", "dtype"), [(DEEPSEEK, "bf16"), (QWEN3, "fp16")])
 def test_case33_weights_keep_dtype_and_bytes(exported: Exported, family: str, dtype: str) -> None:
     source, result = exported(family, dtype)
     model = load_model(result.model_path)
     wanted = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16}[dtype]
     stored = {value.const_value.tobytes() for value in model.graph.initializers.values() if value.const_value}
     for name, tensor in source.module.module.state_dict().items():
-        kept_in_float32 = family == "deepseek_v3" and (".gate." in name or "correction_bias" in name)
+        kept_in_float32 = family == DEEPSEEK and (".gate." in name or "correction_bias" in name)
         assert tensor.dtype == (torch.float32 if kept_in_float32 else getattr(torch, wanted.name.lower()))
         # torch.onnx stores the weights of a Linear transposed.
         assert {as_bytes(tensor), as_bytes(tensor.T if tensor.dim() == 2 else tensor)} & stored, name
@@ -141,7 +144,7 @@ def test_case33_weights_keep_dtype_and_bytes(exported: Exported, family: str, dt
             assert weights is not None
             assert rows.dtype == node.outputs[0].dtype == wanted
             # DeepSeek's router works in float32 and its weights stay so; Qwen's are cast.
-            assert weights.dtype == (ir.DataType.FLOAT if family == "deepseek_v3" else wanted)
+            assert weights.dtype == (ir.DataType.FLOAT if family == DEEPSEEK else wanted)
     assert model.graph.outputs[0].dtype == wanted
 
 
@@ -150,20 +153,20 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def test_float16_agrees_with_pytorch(exported: Exported) -> None:
-    source, result = exported("qwen3_moe", "fp16")
+    source, result = exported(QWEN3, "fp16")
     # Measured: 9e-4, one unit in the last place of the largest logits.
     assert difference(source, result.model_path, 1, {"batch": 3, "seq": 9}) <= 4e-3
 
 
 def test_case34_top_k_is_sorted(exported: Exported) -> None:
-    _, result = exported("deepseek_v3")  # whose router asks for sorted=False
+    _, result = exported(DEEPSEEK)  # whose router asks for sorted=False
     nodes = [node for node in load_model(result.model_path).graph if node.op_type == "TopK"]
     assert len(nodes) == 3
     assert all(node.attributes["sorted"].as_int() == 1 for node in nodes)
 
 
 def test_the_file_says_what_it_is(exported: Exported) -> None:
-    _, result = exported("deepseek_v3")
+    _, result = exported(DEEPSEEK)
     model = load_model(result.model_path)
     assert model.metadata_props[TAILS_EXPECTED] == "1"
     assert model.graph.opset_imports[""] == result.opset == 22
@@ -176,13 +179,13 @@ def test_the_file_says_what_it_is(exported: Exported) -> None:
 
 
 def test_the_file_tells_nothing_of_the_machine(exported: Exported) -> None:
-    text = exported("deepseek_v3")[1].model_path.read_bytes()
+    text = exported(DEEPSEEK)[1].model_path.read_bytes()
     for word in (b"site-packages", str(ROOT).encode(), b"stack_trace", b".py"):
         assert word not in text
 
 
 def test_case31_weights_lie_in_one_file_with_a_relative_name(exported: Exported, tmp_path: Path) -> None:
-    source, result = exported("qwen3_moe")
+    source, result = exported(QWEN3)
     folder = result.model_path.parent
     assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert result.data_path == folder / "model.onnx.data"
@@ -201,11 +204,11 @@ def test_case31_weights_lie_in_one_file_with_a_relative_name(exported: Exported,
 @pytest.mark.parametrize(
     ("family", "dtype", "experts"),
     [
-        ("deepseek_v3", None, "gathered"),
-        ("deepseek_v3", None, "dense"),
-        ("deepseek_v3", "bf16", "gathered"),
-        ("qwen3_moe", "fp16", "gathered"),
-        ("gpt_oss", None, "gathered"),
+        (DEEPSEEK, None, "gathered"),
+        (DEEPSEEK, None, "dense"),
+        (DEEPSEEK, "bf16", "gathered"),
+        (QWEN3, "fp16", "gathered"),
+        (GPT_OSS, None, "gathered"),
     ],
 )
 def test_tensorrt_rtx_builds_it(exported: Exported, family: str, dtype: str | None, experts: str) -> None:

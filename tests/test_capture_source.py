@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moetrt import models
 from moetrt.capture import export
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.nested import flatten, names_of
@@ -231,7 +232,7 @@ def test_experts_without_an_interface_are_named() -> None:
 
 def test_a_model_without_logits_is_named() -> None:
     with pytest.raises(InputError, match="Qwen3MoeModel gives no logits; a causal language model or"):
-        as_source(families.qwen3_moe().model)
+        as_source(models.qwen3_moe().model)
 
 
 def test_a_source_is_taken_as_it_is() -> None:
@@ -252,7 +253,7 @@ def test_inputs_are_the_same_for_the_same_seed_and_in_range() -> None:
     assert index.dtype == torch.int32
     assert int(index.min()) == -1
     assert int(index.max()) < contract.ROWS
-    tokens = as_source(families.qwen3_moe()).make_inputs(0, batch=4, seq=100)["input_ids"]
+    tokens = as_source(models.qwen3_moe()).make_inputs(0, batch=4, seq=100)["input_ids"]
     assert tokens.shape == (4, 100)
     assert int(tokens.min()) >= 0
     assert int(tokens.max()) < 96

@@ -13,13 +13,13 @@ from tests.equivalence import compare_models, seeded_inputs
 @pytest.mark.parametrize(
     ("name", "dtype", "inputs"),
     [
-        ("deepseek_v3", "float32", {"shared_output", "residual"}),
-        ("qwen2_moe", "float16", {"shared_output", "shared_gate", "residual"}),
-        ("qwen3_moe", "bfloat16", {"residual"}),
+        ("tests.models.families:deepseek_v3", "float32", {"shared_output", "residual"}),
+        ("moetrt.models:qwen2_moe", "float16", {"shared_output", "shared_gate", "residual"}),
+        ("moetrt.models:qwen3_moe", "bfloat16", {"residual"}),
     ],
 )
 def test_every_tail_of_the_family_is_mapped(name: str, dtype: str, inputs: set[str]) -> None:
-    model = capture(load_source(f"tests.models.families:{name}", dtype=dtype))
+    model = capture(load_source(name, dtype=dtype))
     mapped = model.clone()
     report = map_model(mapped)
     assert report.complete, [site.reason for site in report.unmatched]

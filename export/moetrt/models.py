@@ -1,14 +1,55 @@
-"""The demonstration's model: DeepSeek-V3's architecture in Transformers' own classes, small, with random weights."""
+"""Each family in Transformers' own classes, small, with random weights; as a source: ``moetrt.models:NAME``."""
+
+from typing import Any
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+"""What the configs have in common; routing, gates, scales and norms are each family's own."""
+
+_LINEAR_ATTENTION = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 def deepseek_v3() -> PreTrainedModel:
-    """A DeepSeek-V3 of 1 dense and 3 MoE layers: shared expert, grouped sigmoid routing, routed scaling 2.5; float32.
-
-    As a source: ``moetrt.models:deepseek_v3``.
-    """
+    """The demonstration's model, 1 dense and 3 MoE layers: shared expert, grouped sigmoid routing, scaling 2.5."""
     config = DeepseekV3Config(
         vocab_size=1024,
         hidden_size=256,
@@ -35,11 +76,113 @@ def deepseek_v3() -> PreTrainedModel:
     return randomized(DeepseekV3ForCausalLM, config)
 
 
+def glm4_moe() -> PreTrainedModel:
+    """GLM-4.5-MoE, 1 dense and 2 MoE layers: shared expert, sigmoid routing with a correction bias, scaling 2.5."""
+    config = Glm4MoeConfig(
+        **SMALL | {"num_hidden_layers": 3},
+        head_dim=16,
+        use_qk_norm=True,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+    )
+    return randomized(Glm4MoeForCausalLM, config)
+
+
+def gpt_oss() -> PreTrainedModel:
+    """gpt-oss: experts with biases and transposed weights, gamma multiplied in float32, sliding and full attention."""
+    config = GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+    return randomized(GptOssForCausalLM, config)
+
+
+def minimax_m2() -> PreTrainedModel:
+    """MiniMax-M2: sigmoid routing with a correction bias, normalised weights, partial RoPE, no shared expert."""
+    config = MiniMaxM2Config(**SMALL, head_dim=16, rotary_dim=8, num_local_experts=8, num_experts_per_tok=3)
+    return randomized(MiniMaxM2ForCausalLM, config)
+
+
+def mixtral() -> PreTrainedModel:
+    """Mixtral: 4 experts, 2 chosen, weights normalised over the chosen ones."""
+    return randomized(MixtralForCausalLM, MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2))
+
+
+def olmoe() -> PreTrainedModel:
+    """OLMoE: 8 experts, 3 chosen, weights not normalised."""
+    return randomized(OlmoeForCausalLM, OlmoeConfig(**SMALL, num_experts=8, num_experts_per_tok=3))
+
+
+def qwen2_moe() -> PreTrainedModel:
+    """Qwen2-MoE: a shared expert behind a sigmoid gate, weights not normalised."""
+    config = Qwen2MoeConfig(
+        **SMALL, moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=8, num_experts_per_tok=2
+    )
+    return randomized(Qwen2MoeForCausalLM, config)
+
+
+def qwen3_moe() -> PreTrainedModel:
+    """Qwen3-MoE: 8 experts, 2 chosen, normalised weights, no shared expert."""
+    return randomized(Qwen3MoeForCausalLM, _qwen3_moe_config())
+
+
+def qwen3_moe_sparse() -> PreTrainedModel:
+    """Qwen3-MoE with MoE in every second layer only: 4 layers, 2 of them MoE."""
+    return randomized(Qwen3MoeForCausalLM, _qwen3_moe_config(num_hidden_layers=4, decoder_sparse_step=2))
+
+
+def _qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        **SMALL | changes,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
+
+
+def qwen3_next() -> PreTrainedModel:
+    """Qwen3-Next: norms of 1 + w, a shared expert behind a sigmoid gate, linear and full attention."""
+    config = Qwen3NextConfig(
+        **SMALL,
+        **_LINEAR_ATTENTION,
+        head_dim=16,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+    )
+    return randomized(Qwen3NextForCausalLM, config)
+
+
+def qwen3_5_moe() -> PreTrainedModel:
+    """Qwen3.5-MoE's text model: norms of 1 + w, a shared expert behind a sigmoid gate, linear and full attention."""
+    config = Qwen3_5MoeTextConfig(
+        **{key: size for key, size in SMALL.items() if key != "intermediate_size"},
+        **_LINEAR_ATTENTION,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+    )
+    return randomized(Qwen3_5MoeForCausalLM, config)
+
+
 def randomized(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model with random weights, the same for the same seed.
 
-    Norm weights and routing biases, which a fresh model has all equal, are made uneven: a graph that took one layer's
-    for another's would otherwise give the right numbers.
+    What a fresh model has all equal, such as norm weights and routing biases, is made uneven: a graph that took one
+    layer's for another's, or left one out, would otherwise give the right numbers.
     """
     state = torch.random.get_rng_state()
     try:
@@ -47,10 +190,9 @@ def randomized(model_class: type[PreTrainedModel], config: PreTrainedConfig, see
         model = model_class(config).eval()
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
-                if name.endswith("norm.weight"):
-                    tensor.add_(0.1 * torch.randn_like(tensor))
-                elif name.endswith(("correction_bias", "router.bias")):
-                    tensor.add_(0.05 * torch.randn_like(tensor))
+                if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+                    # Biases less than weights: those of a router decide between scores that lie close together.
+                    tensor.add_((0.05 if name.endswith("bias") else 0.1) * torch.randn_like(tensor))
     finally:
         torch.random.set_rng_state(state)
     return model
