@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from moetrt import onnx_files
 from moetrt.errors import InputError
 from moetrt.onnx_files import load_model, save_model
 
@@ -66,6 +68,54 @@ def test_external_weights_of_the_same_folder_are_named_not_copied(external: Path
     save_model(load_model(external), target)
     assert sorted(os.listdir(external.parent)) == ["mapped.onnx", "model.onnx", "weights.bin"]
     np.testing.assert_allclose(run(target), EXPECTED, rtol=1e-6)
+
+
+def test_case31_a_folder_in_which_a_model_was_saved_beside_its_data_can_be_moved(
+    external: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(load_model(external), external.with_name("mapped.onnx"))
+    moved = tmp_path / "elsewhere"
+    os.rename(external.parent, moved)
+    monkeypatch.chdir(moved.parent)
+    np.testing.assert_allclose(run(moved / "mapped.onnx"), EXPECTED, rtol=1e-6)
+    np.testing.assert_allclose(run(Path("elsewhere/mapped.onnx")), EXPECTED, rtol=1e-6)
+    # The data that both files name is written anew, shorter: neither reads beyond it.
+    os.truncate(moved / "weights.bin", 4096)
+    for name in ("model.onnx", "mapped.onnx"):
+        with pytest.raises(InputError, match=rf"{name}.* has 4096 bytes, but 'weight' ends at byte 16384"):
+            load_model(moved / name)
+
+
+def test_too_little_space_is_said_before_anything_is_written(
+    external: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=WEIGHT.nbytes - 1))
+    target = tmp_path / "out" / "model.onnx"
+    with pytest.raises(
+        InputError, match=r"model.onnx.data' needs 16384 bytes, but its disk has 16383 bytes free"
+    ) as one:
+        save_model(load_model(external), target)
+    assert "in the folder of the data files it was read with needs none" in one_line(one)
+    with pytest.raises(InputError, match=r"needs 16384 bytes, .* 16383 bytes free$"):
+        save_model(ir.from_proto(linear_model()), target)
+    assert not target.parent.exists()
+    # Beside its data nothing is copied, and where blocks can be shared the copy takes none.
+    save_model(load_model(external), external.with_name("mapped.onnx"))
+    monkeypatch.setattr(onnx_files, "shares_blocks", lambda source, target: True)
+    save_model(load_model(external), target)
+    np.testing.assert_allclose(run(target), EXPECTED, rtol=1e-6)
+
+
+def test_progress_of_a_copy_counts_up_to_all_of_it(tmp_path: Path) -> None:
+    weight = np.ones((2**20, 16), np.float32)  # 67 MB: at least four pieces of at most 16 MiB
+    first = tmp_path / "a" / "model.onnx"
+    save_model(ir.from_proto(linear_model(weight)), first)
+    said: list[str] = []
+    save_model(load_model(first), tmp_path / "b" / "model.onnx", progress=said.append)
+    assert said[0].startswith("writing weights: 0.0 of 0.1 GB")
+    assert said[-1] == "writing weights: 0.1 of 0.1 GB"
+    assert len(said) >= 4
 
 
 def test_saving_onto_the_file_that_was_read(external: Path, tmp_path: Path) -> None:
@@ -360,8 +410,9 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
         save_model(ir.from_proto(linear_model()), tmp_path / "folder.onnx")
 
 
-def test_case31_weights_over_2_gb_never_pass_through_memory(tmp_path: Path) -> None:
-    """A sparse data file of 3 GiB is read and saved beside itself by a process that may not use 2 GiB of memory."""
+@pytest.mark.parametrize("output", ["mapped.onnx", "other/mapped.onnx"], ids=["beside its data", "in another folder"])
+def test_case31_weights_over_2_gb_never_pass_through_memory(tmp_path: Path, output: str) -> None:
+    """A sparse data file of 3 GiB is read and saved by a process that may not use 2 GiB of memory."""
     rows = 3 * 2**30 // 4 // 4096
     tensor = TensorProto(name="weight", data_type=TensorProto.FLOAT, dims=[4096, rows])
     tensor.data_location = TensorProto.EXTERNAL
@@ -385,10 +436,14 @@ def test_case31_weights_over_2_gb_never_pass_through_memory(tmp_path: Path) -> N
         # Not getrusage: there a child starts with the peak of the process that made it, which is pytest with torch.
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
     )
-    output = tmp_path / "mapped.onnx"
+    target = tmp_path / output
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "model.onnx"), str(output)], capture_output=True, text=True
+        [sys.executable, "-c", script, str(tmp_path / "model.onnx"), str(target)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) * 1024 < 2**30
-    assert output.stat().st_size < 4096
+    assert target.stat().st_size < 4096
+    if target.parent != tmp_path:
+        data = target.with_name("mapped.onnx.data").stat()
+        assert data.st_size == 3 * 2**30
+        assert data.st_blocks * 512 < 2**20

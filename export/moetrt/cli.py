@@ -206,7 +206,7 @@ def map_command(
     from moetrt.mapping import map_file
 
     with out.step("map") as step:
-        result = map_file(model, output, function=not no_function, report_path=report)
+        result = map_file(model, output, function=not no_function, report_path=report, progress=step.progress)
         step.result = f"{output}: {result.summary()}"
         step.ok = result.complete
     if result.sites:

@@ -1,7 +1,7 @@
 """Every MoE tail of an ONNX graph becomes one plugin node, or is listed with the reason why not."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -49,6 +49,7 @@ def map_file(
     *,
     function: bool = True,
     report_path: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> MappingReport:
     """Maps the tails of an ONNX file.
 
@@ -58,6 +59,7 @@ def map_file(
         function: whether to add each operator's body as a model-local function, so that readers without the plugin can
             run the file. Without it, only TensorRT with the plugin can.
         report_path: where to write the report as JSON.
+        progress: called with a few words now and then while weights are copied.
 
     Raises:
         InputError: the file cannot be read or is not ONNX, the result is not valid, a folder cannot be written, or two
@@ -80,7 +82,7 @@ def map_file(
         if report_path is not None:
             # Renamed after the model is, but its place is known to be writable before.
             report.write_json(stack.enter_context(write_atomically(report_path)))
-        save_model(model, output_path)
+        save_model(model, output_path, progress=progress)
     return report
 
 

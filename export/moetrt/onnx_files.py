@@ -1,7 +1,8 @@
 """ONNX models go from file to file without their weights passing through memory."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from moetrt.errors import InputError
+from moetrt.file_copy import copy_range, data_ranges, shares_blocks
 from moetrt.files import Named, check_distinct, existing_file, output_file, write_atomically
 from moetrt.quiet import quiet
 from moetrt.spec import DOMAIN, OPERATORS
@@ -23,7 +25,6 @@ SMALL_TENSOR_BYTES = 1024
 
 # Readers map the data file into memory page by page.
 _ALIGNMENT = 4096
-_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -181,21 +182,26 @@ def _check_external(source: Path, folder: Path, tensor: ir.ExternalTensor) -> No
         )
 
 
-def save_model(model: ir.Model, path: str | os.PathLike[str]) -> Path:
+def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Callable[[str], None] | None = None) -> Path:
     """Writes ``model`` to ``path`` after checking it; nothing is replaced unless all of it could be written.
 
     Tensors above ``SMALL_TENSOR_BYTES`` go to one file ``<name of path>.data`` in the same folder, under its relative
     name. Tensors that lie in another data file of that folder already are left there; from other folders their bytes
-    are copied file to file (hard links would save the copy, but onnx and onnx_ir refuse to read them). Afterwards the
-    tensors of ``model`` are the ones on disk, so the model can be used, and saved, again, also when ``path`` is where
-    it came from.
+    are copied file to file, inside the kernel (hard links would save the copy, but onnx and onnx_ir refuse to read
+    them). Afterwards the tensors of ``model`` are the ones on disk, so the model can be used, and saved, again, also
+    when ``path`` is where it came from.
+
+    Args:
+        model: the model.
+        path: the ``.onnx`` file.
+        progress: called with a few words now and then while the data file is written.
 
     Returns:
         ``path``.
 
     Raises:
-        InputError: the model does not pass onnx.checker, the folder cannot be written, or as of
-            `moetrt.files.output_file`.
+        InputError: the model does not pass onnx.checker, the folder cannot be written or has too little space for the
+            data file, or as of `moetrt.files.output_file`.
         InputTypeError: ``path`` is no path.
     """
     target = output_file(path)
@@ -212,7 +218,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str]) -> Path:
             # The model's file is entered first, so it is renamed last: it never names data that is not there yet.
             temporary = stack.enter_context(write_atomically(target))
             if moved:
-                _write_data(moved, stack.enter_context(write_atomically(data_path)), data_path)
+                _write_data(moved, stack.enter_context(write_atomically(data_path)), data_path, progress)
             for place, tensor in kept:
                 place.put(tensor)
             proto = ir.to_proto(model)
@@ -276,43 +282,72 @@ def _external(tensor: ir.TensorProtocol, location: str, offset: int, folder: Pat
     )
 
 
-def _write_data(places: list[_Place], temporary: Path, data_path: Path) -> None:
+@dataclass(frozen=True)
+class _Part:
+    """A tensor that the new data file gets, and where: two places that hold the same tensor share one."""
+
+    tensor: ir.TensorProtocol
+    offset: int
+
+
+def _write_data(places: list[_Place], temporary: Path, data_path: Path, progress: Callable[[str], None] | None) -> None:
     """Writes the tensors of ``places`` one after another and puts their new places into the model."""
     folder = data_path.parent.absolute()
-    written: dict[object, int] = {}
-    with temporary.open("wb") as file:
-        for place in places:
-            tensor = place.tensor
-            # Tied weights are one tensor, or one range of a file, under several names.
-            key: object = id(tensor)
-            if isinstance(tensor, ir.ExternalTensor):
-                key = (tensor.path, tensor.offset or 0, tensor.nbytes)
-            if key not in written:
-                offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
-                file.seek(offset)
-                _copy_tensor(tensor, file)
-                written[key] = offset
-            place.put(_external(tensor, data_path.name, written[key], folder))
+    parts: dict[object, _Part] = {}
+    end = 0
+    for place in places:
+        tensor = place.tensor
+        # Tied weights are one tensor, or one range of a file, under several names.
+        key: object = id(tensor)
+        if isinstance(tensor, ir.ExternalTensor):
+            key = (tensor.path, tensor.offset or 0, tensor.nbytes)
+        if key not in parts:
+            parts[key] = _Part(tensor, -(-end // _ALIGNMENT) * _ALIGNMENT)
+            end = parts[key].offset + tensor.nbytes
+        place.put(_external(tensor, data_path.name, parts[key].offset, folder))
+    with ExitStack() as stack:
+        file = stack.enter_context(temporary.open("wb"))
+        external = [part.tensor for part in parts.values() if isinstance(part.tensor, ir.ExternalTensor)]
+        # ExternalTensor.tofile would do, but it refuses files with a second hard link, which caches of models have.
+        paths = dict.fromkeys(tensor.path for tensor in external)
+        sources = {path: stack.enter_context(open(path, "rb")).fileno() for path in paths}
+        total = _check_space(list(parts.values()), sources, file.fileno(), data_path)
+        done = 0
+        for part in parts.values():
+            for written in _written(part, sources, file):
+                done += written
+                if progress:
+                    progress(f"writing weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+        file.truncate(end)
 
 
-def _copy_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
+def _written(part: _Part, sources: Mapping[str, int], file: BinaryIO) -> Iterator[int]:
+    """Writes one tensor as the iterator is consumed, and yields how many bytes were written after each piece."""
+    tensor = part.tensor
     if isinstance(tensor, ir.ExternalTensor):
-        _copy_range(Path(tensor.path), tensor.offset or 0, tensor.nbytes, file)
+        try:
+            yield from copy_range(sources[tensor.path], tensor.offset or 0, tensor.nbytes, file.fileno(), part.offset)
+        except InputError as error:
+            raise InputError(f"data file '{tensor.path}': {error}") from error
     else:
-        file.write(tensor.tobytes())
+        file.seek(part.offset)
+        yield file.write(tensor.tobytes())
 
 
-def _copy_range(source: Path, offset: int, length: int, file: BinaryIO) -> None:
-    # ExternalTensor.tofile would do, but it refuses data files with a second hard link, which caches of models have.
-    with source.open("rb") as data:
-        data.seek(offset)
-        left = length
-        while left:
-            chunk = data.read(min(left, _CHUNK))
-            if not chunk:
-                raise InputError(f"data file '{source}' ended {left} bytes early; it was cut short while being read")
-            file.write(chunk)
-            left -= len(chunk)
+def _check_space(parts: Sequence[_Part], sources: Mapping[str, int], target: int, data_path: Path) -> int:
+    """How many bytes ``parts`` are without their holes; refused, before any is written, where the disk lacks them."""
+    total = 0
+    for part in parts:
+        tensor = part.tensor
+        if isinstance(tensor, ir.ExternalTensor):
+            total += sum(size for _, size in data_ranges(sources[tensor.path], tensor.offset or 0, tensor.nbytes))
+        else:
+            total += tensor.nbytes
+    free = shutil.disk_usage(target).free
+    if total > free and not (sources and all(shares_blocks(source, target) for source in sources.values())):
+        beside = "; an output in the folder of the data files it was read with needs none" if sources else ""
+        raise InputError(f"data file '{data_path}' needs {total} bytes, but its disk has {free} bytes free{beside}")
+    return total
 
 
 def without_external_data(proto: onnx.ModelProto) -> onnx.ModelProto:
