@@ -20,6 +20,7 @@ from moetrt.mapping import TAILS_EXPECTED, sort_topk
 from moetrt.onnx_files import data_path_of, save_model
 from moetrt.onnx_op import attach_functions, named_inputs, operator_of, translation_table
 from moetrt.quiet import quiet
+from moetrt.rewrites import rewritten
 from moetrt.source import FlatModule, Source, check_dynamic, check_source, first_sentence
 from moetrt.spec import DATA_DTYPES
 
@@ -141,7 +142,12 @@ def capture(
     if progress:
         progress(f"tracing {source.description}")
     try:
-        with quiet(), deferred_finalize(source.module, experts), _inference(source.module):
+        with (
+            quiet(),
+            deferred_finalize(source.module, experts),
+            rewritten(source.module, experts),
+            _inference(source.module),
+        ):
             model = _translate(source, chosen, opset)
     except MoetrtError:
         raise

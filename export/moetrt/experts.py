@@ -8,6 +8,7 @@ has operators for, leave the rows unweighted, and end in ``moetrt::moe_finalize_
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ suits decode steps and short prompts. ``dense`` multiplies every token with ever
 rows: the weights are read once and memory grows by ``E`` rows a token (6 MB there), at ``E / K`` times the arithmetic;
 it suits longer prompts, from about ``E / K`` tokens on.
 """
+
+Linear = Callable[..., torch.Tensor]
+"""``(rows, weight, bias=None, *, transposed)``: one GEMM of each row with its expert's matrix; the weight is
+``[E, out, in]``, or ``[E, in, out]`` where ``transposed``, the bias ``[E, out]``."""
+
+ExpertsMLP = Callable[[torch.Tensor, Linear], torch.Tensor]
+"""GEMM1, activation and GEMM2 from rows to rows, the `Linear` that it is given for each GEMM."""
+
+_Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def experts_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -74,77 +84,128 @@ def _models(module: torch.nn.Module) -> list[Any]:
     return [model for child in module.children() for model in _models(child)]
 
 
-def _gathered(
-    experts: Any, tokens: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """One row a route, in the order of the routes: the map is the identity, and is left out.
+def expert_rows(
+    form: str,
+    mlp: ExpertsMLP,
+    tokens: torch.Tensor,
+    top_k_index: torch.Tensor,
+    input_scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """GEMM1, activation and GEMM2 of the chosen experts, in a form that ONNX has operators for.
 
     Args:
-        experts: the experts module: weights ``[E, out, in]``, or ``[E, in, out]`` where ``is_transposed``.
+        form: one of ``EXPERTS_FORMS``.
+        mlp: the experts' own arithmetic.
         tokens: ``[T, H]``.
         top_k_index: ``[T, K]``, the chosen experts.
-        top_k_weights: ``[T, K]``, their weights.
+        input_scales: ``[T, E]`` that multiply the tokens before GEMM1; None where nothing does.
 
     Returns:
-        ``[T, H]``, the dtype of ``tokens``.
+        The rows ``[R, H]``, not weighted, and their map ``[T, K]`` int32; None is the identity.
     """
+    return (_gathered if form == "gathered" else _dense)(mlp, tokens, top_k_index, input_scales)
+
+
+def _gathered(
+    mlp: ExpertsMLP, tokens: torch.Tensor, top_k_index: torch.Tensor, input_scales: torch.Tensor | None
+) -> _Rows:
+    """One row a route, in the order of the routes: the map is the identity."""
     chosen = top_k_index.reshape(-1)
     top_k = top_k_index.shape[1]
     rows = tokens.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, tokens.shape[1])
+    if input_scales is not None:
+        rows = rows * input_scales.gather(1, top_k_index).reshape(-1, 1)
 
-    def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, transposed: bool
+    ) -> torch.Tensor:
         # index_select becomes ONNX Gather; indexing by a tensor would become GatherND on a copy of the weights.
-        weight = getattr(experts, name).index_select(0, chosen)
-        if experts.is_transposed:
-            out = torch.bmm(rows.unsqueeze(1), weight).squeeze(1)
+        own = weight.index_select(0, chosen)
+        if transposed:
+            out = torch.bmm(rows.unsqueeze(1), own).squeeze(1)
         else:
-            out = torch.bmm(weight, rows.unsqueeze(2)).squeeze(2)
-        return out + getattr(experts, f"{name}_bias").index_select(0, chosen) if experts.has_bias else out
+            out = torch.bmm(own, rows.unsqueeze(2)).squeeze(2)
+        return out if bias is None else out + bias.index_select(0, chosen)
 
-    return _finalize(_mlp(experts, rows, linear), top_k_weights, None)
+    return mlp(rows, linear), None
 
 
-def _dense(experts: Any, tokens: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """Every token through every expert: row ``e*T + t``, and the map names the rows of the chosen experts.
-
-    Arguments and result as of ``_gathered``.
-    """
+def _dense(
+    mlp: ExpertsMLP, tokens: torch.Tensor, top_k_index: torch.Tensor, input_scales: torch.Tensor | None
+) -> _Rows:
+    """Every token through every expert: row ``e*T + t``, and the map names the rows of the chosen experts."""
     count = tokens.shape[0]
+    rows = tokens.unsqueeze(0)
+    if input_scales is not None:
+        rows = rows * input_scales.t().unsqueeze(2)
 
-    def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, transposed: bool
+    ) -> torch.Tensor:
         # The weights stay the left operand as they are stored: a transposed copy of them would be written to the file.
-        weight = getattr(experts, name)
-        if experts.is_transposed:
-            out = torch.matmul(rows, weight)
-        else:
-            out = torch.matmul(weight, rows.transpose(1, 2)).transpose(1, 2)
-        return out + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else out
+        out = rows @ weight if transposed else (weight @ rows.transpose(1, 2)).transpose(1, 2)
+        return out if bias is None else out + bias.unsqueeze(1)
 
-    every = _mlp(experts, tokens.unsqueeze(0), linear)
+    every = mlp(rows, linear)
     index = top_k_index * count + torch.arange(count, device=tokens.device).unsqueeze(1)
-    return _finalize(every.reshape(-1, every.shape[-1]), top_k_weights, index.to(torch.int32))
+    return every.reshape(-1, every.shape[-1]), index.to(torch.int32)
 
 
-def _mlp(experts: Any, rows: torch.Tensor, linear: Callable[[torch.Tensor, str], torch.Tensor]) -> torch.Tensor:
-    """GEMM1, activation and GEMM2, ``linear(rows, name of the weight)`` being the GEMM."""
-    if experts.has_gate:
-        inner = experts._apply_gate(linear(rows, "gate_up_proj"))
-    else:
-        inner = experts.act_fn(linear(rows, "up_proj"))
-    out = linear(inner, "down_proj")
-    normed: torch.Tensor = experts.post_expert_norm(out) if experts.has_post_expert_norm else out
-    return normed
+def finalize(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor | None,
+    shared_output: torch.Tensor | None = None,
+    *,
+    apply_expert_weights: bool = True,
+) -> torch.Tensor:
+    """The operator that a tail begins with: the rows weighted and summed for each token, and the shared output added.
 
+    Args:
+        rows, index: as of `expert_rows`.
+        weights: ``[T, K]``, of the chosen experts.
+        shared_output: ``[T, H]``, or None.
+        apply_expert_weights: False where the weights were applied before GEMM1.
 
-def _finalize(rows: torch.Tensor, weights: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    Returns:
+        ``[T, H]``, the dtype of the rows.
+    """
     if weights.dtype != rows.dtype:
         weights = weights.float()
-    hidden: torch.Tensor = torch.ops.moetrt.moe_finalize_add(rows, weights, index, None, None)
+    hidden: torch.Tensor = torch.ops.moetrt.moe_finalize_add(
+        rows, weights, index, shared_output, None, apply_expert_weights=apply_expert_weights
+    )
     return hidden
+
+
+def _implementation(form: str) -> Callable[..., torch.Tensor]:
+    """An experts implementation as Transformers calls it: module, tokens, chosen experts and their weights."""
+
+    def run(experts: Any, tokens: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        rows, index = expert_rows(form, partial(_mlp, experts), tokens, top_k_index)
+        return finalize(rows, top_k_weights, index)
+
+    return run
+
+
+def _mlp(experts: Any, rows: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """GEMM1, activation and GEMM2 as Transformers' experts interface defines them."""
+
+    def gemm(rows: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        return linear(rows, getattr(experts, name), bias, transposed=experts.is_transposed)
+
+    if experts.has_gate:
+        inner = experts._apply_gate(gemm(rows, "gate_up_proj"))
+    else:
+        inner = experts.act_fn(gemm(rows, "up_proj"))
+    out = gemm(inner, "down_proj")
+    normed: torch.Tensor = experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+    return normed
 
 
 def _register() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    for form, implementation in zip(EXPERTS_FORMS, (_gathered, _dense), strict=True):
-        ALL_EXPERTS_FUNCTIONS.register(f"moetrt_{form}", implementation)
+    for form in EXPERTS_FORMS:
+        ALL_EXPERTS_FUNCTIONS.register(f"moetrt_{form}", _implementation(form))

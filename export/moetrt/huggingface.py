@@ -9,6 +9,7 @@ import torch
 from moetrt.errors import InputError, MoetrtError
 from moetrt.experts import experts_modules
 from moetrt.quiet import quiet
+from moetrt.rewrites.known_forms import known_modules
 from moetrt.source import Source, first_sentence
 
 
@@ -56,15 +57,18 @@ def causal_lm(model: Any) -> Source:
 
 def _check_moe(model: Any) -> int:
     """How many MoE layers the model has."""
-    found = experts_modules(model)
+    found = len(experts_modules(model)) + len(known_modules(model))
     if not found:
         name = type(model).__name__
         config = model.config.get_text_config()
         counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         if any(getattr(config, count, None) for count in counts):
-            raise InputError(f"the experts of {name} take no experts implementation, so its tails cannot be captured")
+            raise InputError(
+                f"the experts of {name} take no experts implementation and their code is none that moetrt knows, so "
+                "its tails cannot be captured"
+            )
         raise InputError(f"{name} is a model without MoE; a model with experts is taken")
-    return len(found)
+    return found
 
 
 def from_folder(folder: Path, dtype: torch.dtype | None) -> Source:

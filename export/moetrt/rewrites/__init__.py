@@ -1,0 +1,19 @@
+"""What models write in a way that torch.onnx does not take, re-expressed while they are exported.
+
+Each file is one obstacle. The module is left as it was, also when the export raises; the numbers stay the same.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from moetrt.rewrites.complex_numbers import real_pairs
+from moetrt.rewrites.known_forms import re_expressed
+
+
+@contextmanager
+def rewritten(module: torch.nn.Module, experts_form: str) -> Iterator[None]:
+    """Applies all of them to ``module``; ``experts_form`` is one of `moetrt.experts.EXPERTS_FORMS`."""
+    with real_pairs(), re_expressed(module, experts_form):
+        yield
