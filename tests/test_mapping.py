@@ -562,7 +562,7 @@ def bad_norm(change: str) -> Graph:
     elif change == "gamma computed":
         gamma = g.op("Exp", g.vector(1))
     elif change == "gamma shape":
-        gamma = g.const(np.ones((1, HIDDEN)))
+        gamma = g.const(np.ones((6, HIDDEN)))
     elif change == "gamma scalar":
         gamma = g.const(np.ones(1))
     elif change == "gamma plus two":
@@ -577,13 +577,13 @@ def bad_norm(change: str) -> Graph:
     ("change", "words"),
     [
         ("axis", "is over axes [0], not over the last one alone"),
-        ("sum", "no ReduceMean follows"),
+        ("sum", "sums the squares, but no division by H follows"),
         ("root", "does not divide the hidden state in a form that is known"),
         ("eps", "eps of the RMSNorm (Add 'node_add_4') is not a constant number"),
         ("negative eps", "0 or more is taken"),
         ("gamma input", "gamma 'gamma' is an input of the graph, not a constant"),
         ("gamma computed", "gamma comes from Exp"),
-        ("gamma shape", "gamma 'const_3' has shape [1, 16]; [H] = [16] is taken"),
+        ("gamma shape", "gamma 'const_3' has shape [6, 16]; [H] = [16] is taken"),
         ("gamma scalar", "has shape [1]; [H] = [16] is taken"),
         ("gamma plus two", "gamma comes from Add"),
         ("no gamma", "the RMSNorm has no gamma"),

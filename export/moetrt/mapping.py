@@ -7,10 +7,10 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
 
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named, check_distinct, output_file, write_atomically
+from moetrt.inlining import inline_functions, normalise_domains
 from moetrt.mapping_report import MAPPED_FORM, MappingReport, Site
 from moetrt.onnx_files import OLDEST_OPSET, data_path_of, files_of, load_model, save_model, without_external_data
 from moetrt.onnx_op import (
@@ -27,6 +27,7 @@ from moetrt.segments.growth import Tail, grow
 from moetrt.segments.reading import dims, named
 from moetrt.segments.rms_norm import RmsNorm
 from moetrt.segments.tail import Operand, Seed, Term
+from moetrt.shapes import fill_in_shapes
 from moetrt.spec import (
     DOMAIN,
     FINALIZE_ADD,
@@ -125,6 +126,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     Raises:
         InputError: the model's opset is too old, or an operator node in it is broken.
     """
+    normalise_domains(model)
     opset = model.graph.opset_imports.get("", 0)
     if opset < OLDEST_OPSET:
         raise InputError(f"the opset was {opset}; {OLDEST_OPSET} or later is taken")
@@ -132,14 +134,14 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
         if operator_of(node) is not None:
             check_operator_node(node)
     remove_functions(model)
-    _inline_functions_with_tails(model)
-    _fill_in_shapes(model)
+    notes = inline_functions(model)
+    fill_in_shapes(model)
     mapper = _Mapper({node.name for node in _all_nodes(model) if node.name})
     for graph in model.graphs():
         for node in list(graph):
             if node.graph is graph:
                 mapper.map_node(node)
-    report = MappingReport(mapper.sites, _expected(model), sort_topk(model))
+    report = MappingReport(mapper.sites, _expected(model), sort_topk(model), notes)
     if function:
         attach_functions(model)
     else:
@@ -184,37 +186,8 @@ def _expected(model: ir.Model) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def _inline_functions_with_tails(model: ir.Model) -> None:
-    """A tail may begin in one model-local function and end in another: the walk needs one graph."""
-
-    def has_seed(function: ir.Function) -> bool:
-        return any(operator_of(node) is not None or gather.seed_at(node) is not None for node in function)
-
-    if any(has_seed(function) for function in model.functions.values()):
-        InlinePass()(model)
-
-
-def _fill_in_shapes(model: ir.Model) -> None:
-    """Gives values without a dtype or shape what onnx infers; the walk compares shapes."""
-    values = {value.name: value for node in model.graph for value in node.outputs}
-    if all(value.dtype is not None and value.shape is not None for value in values.values()):
-        return
-    # Inference looks into functions, so that it passes the operators' nodes.
-    attach_functions(model)
-    try:
-        proto = onnx.shape_inference.infer_shapes(without_external_data(ir.to_proto(model)), data_prop=True)
-    except Exception:  # values stay as they are, and sites that need their shapes say so
-        return
-    finally:
-        remove_functions(model)
-    for info in proto.graph.value_info:
-        value = values.get(info.name)
-        if value is None:
-            continue
-        inferred = ir.from_proto(info)
-        value.dtype = value.dtype or inferred.dtype
-        if value.shape is None:
-            value.shape = inferred.shape
+_Written = tuple[ir.Node, list[str]]
+"""A plugin node, and the names of the nodes that it replaced."""
 
 
 class _Mapper:
@@ -228,7 +201,7 @@ class _Mapper:
         """Maps the tail that begins at ``node``, if one does."""
         if operator_of(node) is FINALIZE_ADD_RMS_NORM:
             _write_plugin_attributes(node)
-            self.sites.append(_site(node, MAPPED_FORM, True, None))
+            self.sites.append(_site(node, [], MAPPED_FORM, True, None))
             return
         seed = captured.seed_at(node) or gather.seed_at(node)
         if seed is None:
@@ -244,24 +217,24 @@ class _Mapper:
         tail = grown.tail
         if grown.norm is not None:
             try:
-                return _site(self._write_norm(seed, tail, grown.norm), seed.form, True, None)
+                return _site(*self._write_norm(seed, tail, grown.norm), seed.form, True, None)
             except MoetrtError as error:
                 # The operator does not take the whole tail; it may take the experts' sum alone.
                 reason = str(error)
                 tail = Tail(seed.value, seed.node, seed.scale, seed.terms).copy()
         if tail.value.dtype == seed.data:
             try:
-                return _site(self._write_finalize(seed, tail), seed.form, reason is None, reason)
+                return _site(*self._write_finalize(seed, tail), seed.form, reason is None, reason)
             except MoetrtError as error:
                 reason = str(error)
         return _left_alone(seed, reason)
 
-    def _write_norm(self, seed: Seed, tail: Tail, norm: RmsNorm) -> ir.Node:
+    def _write_norm(self, seed: Seed, tail: Tail, norm: RmsNorm) -> _Written:
         shared, residual = _split_terms(tail.terms)
         operands = dict(seed.operands) | _term_operands(shared)
         if residual is not None:
             operands["residual"] = residual.operand
-        operands["gamma"] = Operand(norm.gamma)
+        operands["gamma"] = norm.gamma
         attributes = _sum_attributes(seed, tail, shared) | {
             "eps": norm.eps,
             "residual_scale": residual.scale if residual is not None else 1.0,
@@ -269,11 +242,10 @@ class _Mapper:
             "weight_before_cast": norm.weight_before_cast,
         }
         replaced = {"norm_out": norm.result, "residual_out": tail.value}
-        return self._write(
-            FINALIZE_ADD_RMS_NORM, seed, tail, operands, attributes, _shape_nodes(tail, residual or shared), replaced
-        )
+        shape_nodes = _shape_nodes(tail, residual or shared)
+        return self._write(FINALIZE_ADD_RMS_NORM, seed, tail, operands, attributes, shape_nodes, replaced, norm.views)
 
-    def _write_finalize(self, seed: Seed, tail: Tail) -> ir.Node:
+    def _write_finalize(self, seed: Seed, tail: Tail) -> _Written:
         shared = tail.terms[0] if tail.terms else None
         operands = dict(seed.operands) | _term_operands(shared)
         attributes = _sum_attributes(seed, tail, shared)
@@ -290,11 +262,12 @@ class _Mapper:
         attributes: Mapping[str, float | int],
         shape_nodes: list[ir.Node],
         replaced: Mapping[str, ir.Value],
-    ) -> ir.Node:
+        views: Iterable[ir.Node] = (),
+    ) -> _Written:
         """Puts the plugin node where the sum was made, and takes out what nobody reads any more.
 
         Everything that the sum depends on lies before that place, and everything that reads it after, so the graph
-        stays sorted.
+        stays sorted. ``views`` lie between the sum and the norm: the norm's result goes through copies of them.
         """
         graph = tail.node.graph
         assert isinstance(graph, ir.Graph)
@@ -313,12 +286,16 @@ class _Mapper:
         for output, key in zip(node.outputs, spec.outputs, strict=True):
             output.name = f"{name}/{key}"
             finals[key] = _reshaped(output, shape_nodes, added)
-        _hoist_constants(graph, inputs.values())
+        _hoist_constants(graph, (operand.value for operand in operands.values()))
         graph.insert_before(tail.node, added)
-        for key, old in replaced.items():
-            _replace(old, finals[key])
+        for view in views:
+            # Its shape may be read off the sum, so its copy stands where it stands.
+            copied: list[ir.Node] = []
+            finals["norm_out"] = _reshaped(finals["norm_out"], [view], copied)
+            graph.insert_after(view, copied)
+        removed = [name for key, old in replaced.items() for name in _replace(old, finals[key])]
         node.metadata_props.update(seed.node.metadata_props)
-        return node
+        return node, removed[::-1]
 
     def _unique_name(self, name: str) -> str:
         number, candidate = 0, name
@@ -400,17 +377,17 @@ def _reshaped(output: ir.Value, shape_nodes: list[ir.Node], added: list[ir.Node]
     return value
 
 
-def _replace(old: ir.Value, new: ir.Value) -> None:
-    """Makes ``new`` what ``old`` was, name and graph output too."""
+def _replace(old: ir.Value, new: ir.Value) -> list[str]:
+    """Makes ``new`` what ``old`` was, name and graph output too; returns the names of the nodes that this removed."""
     new.shape = old.shape if old.shape is not None else new.shape
     new.type = old.type if old.type is not None else new.type
     new.metadata_props.update(old.metadata_props)
     producer, name = old.producer(), old.name
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     old.name = None
-    if producer is not None:
-        _remove_dead(producer)
+    removed = _remove_dead(producer) if producer is not None else []
     new.name = name
+    return removed
 
 
 def _hoist_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
@@ -422,16 +399,19 @@ def _hoist_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
             graph.insert_before(graph[0], producer)
 
 
-def _remove_dead(node: ir.Node) -> None:
-    """Removes ``node`` and what only it needed, as far as nothing else reads them."""
+def _remove_dead(node: ir.Node) -> list[str]:
+    """Removes ``node`` and what only it needed, as far as nothing else reads them; returns their names, last first."""
+    removed: list[str] = []
     pending = [node]
     while pending:
         current = pending.pop()
         if current.graph is None or any(value.uses() or value.is_graph_output() for value in current.outputs):
             continue
         producers = [value.producer() for value in current.inputs if value is not None]
+        removed.append(current.name or current.outputs[0].name or current.op_type)
         _detach(current)
         pending.extend(producer for producer in producers if producer is not None)
+    return removed
 
 
 def _detach(node: ir.Node) -> None:
@@ -457,10 +437,18 @@ def _scope(node: ir.Node) -> str:
 def _left_alone(seed: Seed, reason: str | None) -> Site:
     """The site of a tail whose nodes stay as they are."""
     if operator_of(seed.node) is not None:
-        return _site(seed.node, seed.form, False, reason)
+        return _site(seed.node, [], seed.form, False, reason)
     scope = _scope(seed.node)
-    name = f"{scope} ({named(seed.node)})" if scope else named(seed.node)
-    return Site(name, seed.form, None, False, reason)
+    return Site(
+        name=f"{scope} ({named(seed.node)})" if scope else named(seed.node),
+        form=seed.form,
+        operator=None,
+        matched=False,
+        reason=reason,
+        attributes={"routed_scaling_factor": seed.scale, "apply_expert_weights": seed.apply_expert_weights},
+        inputs={name: _described(operand.value) for name, operand in seed.operands.items()},
+        outputs={"hidden": _described(seed.value)},
+    )
 
 
 def _write_plugin_attributes(node: ir.Node) -> None:
@@ -469,7 +457,7 @@ def _write_plugin_attributes(node: ir.Node) -> None:
             node.attributes[key] = ir.AttrString(key, value)
 
 
-def _site(node: ir.Node, form: str, matched: bool, reason: str | None) -> Site:
+def _site(node: ir.Node, replaced: list[str], form: str, matched: bool, reason: str | None) -> Site:
     spec = OPERATORS[node.op_type]
     return Site(
         name=node.name or "",
@@ -477,6 +465,7 @@ def _site(node: ir.Node, form: str, matched: bool, reason: str | None) -> Site:
         operator=node.op_type,
         matched=matched,
         reason=reason,
+        nodes=replaced,
         attributes=read_attributes(node),
         inputs={name: _described(value) for name, value in named_inputs(node).items()},
         outputs={name: _described(value) for name, value in zip(spec.outputs, node.outputs, strict=True)},

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,19 @@ from moetrt.files import write_atomically
 
 MAPPED_FORM = "mapped before"
 """Form of a tail that was a plugin node with its norm already."""
+
+
+def attribute_line(attributes: Mapping[str, float | int]) -> str:
+    """A node's attributes as an indented line of text."""
+    return "    attributes: " + ", ".join(f"{name}={value:g}" for name, value in attributes.items())
+
+
+def operand_line(direction: str, name: str, entry: Mapping[str, Any]) -> str:
+    """One input or output of a node as an indented line of text."""
+    shape = "?"
+    if entry["shape"] is not None:
+        shape = "[" + ", ".join("?" if size is None else str(size) for size in entry["shape"]) + "]"
+    return f"    {direction} {name}: {entry['dtype'] or '?'} {shape} ({entry['value']})"
 
 
 @dataclass(frozen=True)
@@ -22,8 +36,9 @@ class Site:
         operator: the plugin node that is there now, or None.
         matched: whether all that belongs to the tail is in that node.
         reason: where not, the first thing that kept it out, in words.
+        nodes: the names of the nodes that went into the plugin node, in the order of the graph; empty where none did.
         attributes: the node's attributes, without its ``has_*`` flags.
-        inputs: by name: value, dtype and shape.
+        inputs: by name: value, dtype and shape; of a tail that was not mapped, what would go into the node.
         outputs: likewise.
     """
 
@@ -32,9 +47,22 @@ class Site:
     operator: str | None
     matched: bool
     reason: str | None
+    nodes: list[str] = field(default_factory=list)
     attributes: dict[str, float | int] = field(default_factory=dict)
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The site for JSON."""
+        return asdict(self) | {"dtype": self.dtype}
+
+    def lines(self) -> list[str]:
+        """The site's nodes, attributes and operands as text, one indented line each."""
+        lines = [f"    nodes: {', '.join(self.nodes)}"] if self.nodes else []
+        if self.attributes:
+            lines.append(attribute_line(self.attributes))
+        lines += [operand_line("in ", name, entry) for name, entry in self.inputs.items()]
+        return lines + [operand_line("out", name, entry) for name, entry in self.outputs.items()]
 
     @property
     def became(self) -> str:
@@ -104,7 +132,7 @@ class MappingReport:
             "complete": self.complete,
             "sorted_topk": self.sorted_topk,
             "notes": list(self.notes),
-            "sites": [asdict(site) for site in self.sites],
+            "sites": [site.as_dict() for site in self.sites],
         }
 
     def write_json(self, path: str | os.PathLike[str]) -> Path:

@@ -8,11 +8,14 @@ import onnx_ir as ir
 from moetrt.segments.reading import (
     FLOAT_DTYPES,
     HALF_DTYPES,
+    SHAPE_OPS,
     before_upcast,
-    cast_source,
     dim,
     dims,
+    dtype_name,
     is_op,
+    keeps_width,
+    may_be_equal,
     named,
     other_input,
     rank,
@@ -23,8 +26,6 @@ from moetrt.segments.reading import (
 )
 from moetrt.segments.rms_norm import RmsNorm, find_rms_norm, what_follows
 from moetrt.segments.tail import Operand, Seed, Term
-
-_SHAPE_OPS = ("Reshape", "Unsqueeze", "Squeeze", "Flatten")
 
 
 @dataclass
@@ -94,14 +95,10 @@ def grow(seed: Seed) -> Grown:
 def _ends(tail: Tail, seed: Seed) -> str:
     if tail.value.dtype != seed.data:
         return (
-            f"the sum '{tail.value.name}' stays {_name(tail.value.dtype)} while the rows are {_name(seed.data)}: "
-            "cast it to the rows' dtype before it is stored or normalised"
+            f"the sum '{tail.value.name}' stays {dtype_name(tail.value.dtype)} while the rows are "
+            f"{dtype_name(seed.data)}: cast it to the rows' dtype before it is stored or normalised"
         )
     return f"no RMSNorm follows the sum '{tail.value.name}', which is a graph output"
-
-
-def _name(dtype: ir.DataType | None) -> str:
-    return dtype.name if dtype is not None else "of unknown dtype"
 
 
 def _norm_of(tail: Tail, seed: Seed) -> RmsNorm | None:
@@ -151,14 +148,14 @@ def _step(tail: Tail, seed: Seed) -> None:
         pass
     elif is_op(node, "Cast"):
         _cast(node, seed)
-    elif is_op(node, *_SHAPE_OPS):
+    elif is_op(node, *SHAPE_OPS):
         _reshape(tail, node)
     elif is_op(node, "Mul", "Div"):
         _scale(tail, node)
     elif is_op(node, "Add"):
         _add(tail, node, seed)
-    elif is_op(node, "LayerNormalization"):
-        raise _Stop(f"{named(node)} follows: LayerNorm, not RMSNorm")
+    elif is_op(node, "Expand", "Tile", "MatMul") and _is_spread(value, node):
+        raise _Stop(_spreads(node))
     else:
         raise _Stop(f"{named(node)} follows, which is no part of a MoE tail")
     tail.value, tail.node = node.outputs[0], node
@@ -180,15 +177,14 @@ def _cast(node: ir.Node, seed: Seed) -> None:
     to = node.outputs[0].dtype
     if to == seed.data or (to == ir.DataType.FLOAT and seed.data in HALF_DTYPES):
         return
-    raise _Stop(f"{named(node)} makes it {_name(to)} while the rows are {_name(seed.data)}: mixed dtypes")
+    raise _Stop(f"{named(node)} makes it {dtype_name(to)} while the rows are {dtype_name(seed.data)}: mixed dtypes")
 
 
 def _reshape(tail: Tail, node: ir.Node) -> None:
     before, after = tail.value, node.outputs[0]
-    width = dim(before, -1)
     if node.inputs[0] is not before:
         raise _Stop(f"{named(node)} takes its shape from the sum")
-    if not isinstance(width, int) or dim(after, -1) != width or (rank(after) or 0) < 2:
+    if not keeps_width(node, before):
         raise _Stop(f"{named(node)} makes {dims(after)} of {dims(before)}: the last dimension must stay H, a number")
     tail.shape_nodes.append(node)
     for term in tail.terms:
@@ -200,6 +196,8 @@ def _scale(tail: Tail, node: ir.Node) -> None:
     factor = scalar(other)
     if is_op(node, "Div") and (node.inputs[0] is not tail.value or factor == 0):
         raise _Stop(f"{named(node)} divides by the sum, or by 0")
+    if factor is None and _is_spread(tail.value, node):
+        raise _Stop(_spreads(node))
     if factor is None or other is None:
         raise _Stop(f"{named(node)} multiplies by '{other.name if other else ''}', which is not a constant number")
     if not same_shape(tail.value, node.outputs[0]):
@@ -210,6 +208,19 @@ def _scale(tail: Tail, node: ir.Node) -> None:
     tail.scale *= factor
     for term in tail.terms:
         term.scale *= factor
+
+
+def _is_spread(value: ir.Value, node: ir.Node) -> bool:
+    """Whether ``node`` repeats ``[..., 1, H]`` along the dimension of 1, each time with another factor or none."""
+    after = node.outputs[0]
+    return dim(value, -2) == 1 and dim(after, -2) not in (1, None) and dim(after, -1) == dim(value, -1)
+
+
+def _spreads(node: ir.Node) -> str:
+    return (
+        f"hyper-connections: {named(node)} spreads the MoE output over {dim(node.outputs[0], -2)} residual streams; "
+        "one residual of the MoE output's own shape is taken"
+    )
 
 
 def _add(tail: Tail, node: ir.Node, seed: Seed) -> None:
@@ -230,62 +241,81 @@ def _add(tail: Tail, node: ir.Node, seed: Seed) -> None:
 
 
 def _term(added: ir.Value, seed: Seed) -> Term:
-    """``added`` as a scale, a gate and what they multiply."""
-    gated = _gated(added, seed)
-    if gated is not None:
-        return gated
+    """``added`` as a scale, a gate and what they multiply, from behind Casts and Reshapes that only it goes through."""
     value, scale = added, 1.0
-    node = value.producer()
-    if node is not None and is_op(node, "Mul") and sole_reader(value) is not None:
-        for index in (0, 1):
-            factor, scaled = scalar(node.inputs[index]), node.inputs[1 - index]
-            if factor and scaled is not None and same_shape(scaled, value):
-                value, scale = scaled, factor
-                break
-    value = _in_data(value, seed)
-    return Term(Operand(value), scale=scale)
+    shape_nodes: list[ir.Node] = []
+    scaled: Term | None = None
+    while True:
+        gated = _gated(value, seed)
+        if gated is not None:
+            shared, gate = gated
+            return Term(Operand(_in_data(shared, seed)), gate, scale, shape_nodes)
+        node = value.producer()
+        if node is None or sole_reader(value) is None:
+            break
+        factor, before = _unscaled(node)
+        if factor:
+            scale *= factor
+        elif is_op(node, *SHAPE_OPS) and (before := node.inputs[0]) is not None and keeps_width(node, before):
+            shape_nodes = [node, *shape_nodes]
+        elif is_op(node, "Cast", "Identity") and node.inputs[0] is not None:
+            before = node.inputs[0]
+        else:
+            break
+        if before is None or {value.dtype, before.dtype} - {seed.data, ir.DataType.FLOAT}:
+            break
+        value = before
+        if scale != 1.0 and before_upcast(value).dtype == seed.data:
+            scaled = Term(Operand(before_upcast(value)), None, scale, shape_nodes)
+    return scaled or Term(Operand(_in_data(added, seed)))
+
+
+def _unscaled(node: ir.Node) -> tuple[float | None, ir.Value | None]:
+    """The number that a Mul or Div by a constant multiplies by, not 0, and what it multiplies."""
+    if not is_op(node, "Mul", "Div"):
+        return None, None
+    for index in (1, 0) if is_op(node, "Mul") else (1,):
+        factor, before = scalar(node.inputs[index]), node.inputs[1 - index]
+        if factor and before is not None and same_shape(before, node.outputs[0]):
+            return (1.0 / factor if is_op(node, "Div") else factor), before
+    return None, None
 
 
 def _in_data(value: ir.Value, seed: Seed) -> ir.Value:
     narrow = before_upcast(value)
     if narrow.dtype == seed.data:
         return narrow
+    name, data = dtype_name(value.dtype), dtype_name(seed.data)
     raise _Stop(
-        f"'{value.name}' that is added is {_name(value.dtype)} while the rows are {_name(seed.data)}: "
-        "mixed dtypes; keep the rows and the residual in one dtype"
+        f"'{value.name}' that is added is {name} while the rows are {data}: mixed dtypes; keep both the residual "
+        f"stream and the rows in {name}, or both in {data}"
     )
 
 
-def _gated(added: ir.Value, seed: Seed) -> Term | None:
-    """``sigmoid(gate) * shared``, in either order, with Casts and Reshapes around."""
-    value = added
-    shape_nodes: list[ir.Node] = []
+def _gated(value: ir.Value, seed: Seed) -> tuple[ir.Value, Operand] | None:
+    """The shared output and its gate, where ``value`` is ``sigmoid(gate) * shared`` in either order."""
     node = value.producer()
-    while node is not None and is_op(node, "Cast", *_SHAPE_OPS):
-        before = node.inputs[0]
-        if before is None or sole_reader(value) is None or dim(before, -1) != dim(value, -1):
-            return None
-        if not is_op(node, "Cast"):
-            shape_nodes.insert(0, node)
-        value, node = before, before.producer()
     if node is None or not is_op(node, "Mul"):
         return None
     for index in (0, 1):
         sigmoid, shared = node.inputs[index], node.inputs[1 - index]
         if sigmoid is None or shared is None:
             continue
-        while (source := cast_source(sigmoid)) is not None:
-            sigmoid = source
-        producer = sigmoid.producer()
-        if producer is None or not is_op(producer, "Sigmoid"):
+        factors = sigmoid
+        while (step := factors.producer()) is not None and is_op(step, "Cast", *SHAPE_OPS):
+            before = step.inputs[0]
+            if before is None or dim(factors, -1) != 1 or dim(before, -1) != 1:
+                break
+            factors = before
+        producer = factors.producer()
+        if producer is None or not is_op(producer, "Sigmoid") or producer.inputs[0] is None:
             continue
-        logits = before_upcast(producer.inputs[0]) if producer.inputs[0] is not None else None
-        if logits is None or dim(logits, -1) != 1 or not same_shape(shared, value):
+        logits = before_upcast(producer.inputs[0])
+        if dim(logits, -1) != 1 or not same_shape(shared, value) or rank(sigmoid) != rank(shared):
             continue
-        if rank(logits) != rank(shared) or logits.dtype not in (seed.data, ir.DataType.FLOAT):
+        if logits.dtype not in (seed.data, ir.DataType.FLOAT) or shared.dtype not in FLOAT_DTYPES:
             continue
-        if shared.dtype not in FLOAT_DTYPES:
+        if not all(map(may_be_equal, (dims(sigmoid) or [])[:-1], (dims(shared) or [])[:-1])):
             continue
-        gate = Operand(logits, reshape_to=None if rank(logits) == 2 else (-1, 1))
-        return Term(Operand(_in_data(shared, seed)), gate, shape_nodes=shape_nodes)
+        return shared, Operand(logits, reshape_to=None if rank(logits) == 2 else (-1, 1))
     return None

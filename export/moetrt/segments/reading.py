@@ -9,6 +9,9 @@ import onnx_ir as ir
 HALF_DTYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 FLOAT_DTYPES = (ir.DataType.FLOAT, *HALF_DTYPES)
 
+SHAPE_OPS = ("Reshape", "Unsqueeze", "Squeeze", "Flatten")
+"""What gives a value another shape, the elements and their order as they were."""
+
 _ONNX_DOMAINS = ("", "ai.onnx")
 
 
@@ -126,6 +129,17 @@ def dim(value: ir.Value, index: int) -> int | str | None:
     if shape is None or not -len(shape) <= index < len(shape):
         return None
     return shape[index]
+
+
+def keeps_width(node: ir.Node, value: ir.Value) -> bool:
+    """Whether a node of `SHAPE_OPS` reshapes ``value`` and leaves its last dimension, a number, as it was."""
+    width, after = dim(value, -1), node.outputs[0]
+    return node.inputs[0] is value and isinstance(width, int) and dim(after, -1) == width and (rank(after) or 0) >= 2
+
+
+def dtype_name(dtype: ir.DataType | None) -> str:
+    """A dtype in words, in ONNX's spelling."""
+    return dtype.name if dtype is not None else "of unknown dtype"
 
 
 def may_be_equal(one: int | str | None, other: int | str | None) -> bool:

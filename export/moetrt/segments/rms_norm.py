@@ -1,19 +1,30 @@
-"""The RMSNorm that reads a hidden state, in every spelling that exporters write."""
+"""The RMSNorm that reads a hidden state, in every spelling that exporters write.
 
+onnxscript has a rule for it (`RmsNormFusion`), which is not used here: over a model of 15,000 nodes its pattern matcher
+takes seconds where this walk takes hundredths of one, it knows one order of the nodes, it wants the inner values to
+have no other reader, and it says nothing of the norms that it does not take. The tests run it on every form that they
+have: what it fuses, this walk finds.
+"""
+
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from moetrt.segments.reading import (
+    FLOAT_DTYPES,
     HALF_DTYPES,
+    SHAPE_OPS,
     axes,
     constant,
     dim,
     dims,
+    dtype_name,
     input_of,
     is_constant,
     is_op,
+    keeps_width,
     named,
     other_input,
     rank,
@@ -21,6 +32,7 @@ from moetrt.segments.reading import (
     scalar,
     sole_reader,
 )
+from moetrt.segments.tail import Operand
 
 
 @dataclass(frozen=True)
@@ -29,20 +41,57 @@ class RmsNorm:
 
     Attributes:
         result: what the norm makes, in the rows' dtype.
-        reader: the node through which the norm reads the hidden state.
-        gamma: the weight as it is stored, ``[H]``.
+        gamma: the weight, ``[H]``.
+        views: the Reshapes through which the norm reads the hidden state, in order; ``result`` has the shape that the
+            last one gives.
     """
 
     result: ir.Value
-    reader: ir.Node
-    gamma: ir.Value
+    gamma: Operand
     eps: float
     weight_bias: float
     weight_before_cast: int
+    views: tuple[ir.Node, ...] = ()
 
 
 class _No(Exception):
     """The chain of nodes is a norm of another kind; the text says which."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The hidden state as a norm reads it: ``value`` is ``hidden``, reshaped and widened to float32 or neither."""
+
+    hidden: ir.Value
+    value: ir.Value
+    views: tuple[ir.Node, ...] = ()
+
+    def is_copy(self, value: ir.Value | None) -> bool:
+        """Whether ``value`` holds the same numbers in the same shape."""
+        return value is not None and _before_widening(value, self.hidden) is _before_widening(self.value, self.hidden)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A norm but for its gamma: ``multiplicand`` is what the gamma's Mul multiplies."""
+
+    result: ir.Value
+    gamma: ir.Value
+    eps: float
+    weight_before_cast: int
+    multiplicand: ir.Value | None = None
+
+
+_OTHER_NORMS = {
+    "LayerNormalization": "LayerNorm, not RMSNorm; MoEFinalizeAddRMSNorm has no mean and no bias",
+    "SkipLayerNormalization": "LayerNorm, not RMSNorm, with its residual add fused by ONNX Runtime",
+    "SkipSimplifiedLayerNormalization": "ONNX Runtime's fused form; map the model before it is optimised",
+    "GroupNormalization": "GroupNorm, not RMSNorm over the whole hidden state",
+    "InstanceNormalization": "InstanceNorm, not RMSNorm over the whole hidden state",
+    "MeanVarianceNormalization": "the mean is subtracted; it is no RMSNorm",
+    "LpNormalization": "an Lp norm, which has no mean and no eps as RMSNorm has them",
+    "ReduceL2": "an L2 norm, which has no mean and no eps as RMSNorm has them; x / sqrt(mean(x * x) + eps) is taken",
+}
 
 
 def find_rms_norm(hidden: ir.Value) -> RmsNorm | str | None:
@@ -53,46 +102,67 @@ def find_rms_norm(hidden: ir.Value) -> RmsNorm | str | None:
         with that one, in words; else None.
     """
     problem: str | None = None
-    for start, source in _sources(hidden):
-        for node in readers(source):
+    for source in _sources(_Source(hidden, hidden)):
+        for node in readers(source.value):
             try:
-                found = _fused(node, source, hidden) or _spelled_out(node, source, hidden)
+                found = _fused(node, source) or _spelled_out(node, source)
+                if found is None:
+                    continue
+                gamma, bias = _gamma(found.gamma, source)
+                if found.multiplicand is not None:
+                    _check_readers(found, source)
+                return RmsNorm(found.result, gamma, found.eps, bias, found.weight_before_cast, source.views)
             except _No as no:
                 problem = problem or str(no)
-                continue
-            if found is not None:
-                result, gamma, eps, before_cast = found
-                weight, bias = _gamma(gamma, hidden)
-                if isinstance(weight, str):
-                    problem = problem or weight
-                    continue
-                return RmsNorm(result, start or node, weight, eps, bias, before_cast)
-    return problem
+    return problem or _grouped(hidden)
 
 
-_Found = tuple[ir.Value, ir.Value, float, int]
-"""Result, gamma, eps, weight_before_cast."""
+def _sources(source: _Source) -> Iterator[_Source]:
+    """``source``, and its copies that are widened or reshaped."""
+    yield source
+    for node in readers(source.value):
+        after = node.outputs[0]
+        if is_op(node, "Identity") or (
+            is_op(node, "Cast") and after.dtype == ir.DataType.FLOAT and source.value.dtype in FLOAT_DTYPES
+        ):
+            yield from _sources(_Source(source.hidden, after, source.views))
+        elif is_op(node, *SHAPE_OPS) and keeps_width(node, source.value):
+            yield from _sources(_Source(source.hidden, after, (*source.views, node)))
 
 
-def _sources(hidden: ir.Value) -> Iterator[tuple[ir.Node | None, ir.Value]]:
-    """``hidden`` and its widened copies."""
-    yield None, hidden
+def _before_widening(value: ir.Value, hidden: ir.Value) -> ir.Value:
+    while value is not hidden:
+        node = value.producer()
+        before = node.inputs[0] if node is not None and is_op(node, "Cast", "Identity") else None
+        if before is None or (value.dtype != ir.DataType.FLOAT and value.dtype != before.dtype):
+            break
+        value = before
+    return value
+
+
+def _grouped(hidden: ir.Value) -> str | None:
+    """In words, that a norm follows whose mean is over a part of the hidden state."""
     for node in readers(hidden):
-        if is_op(node, "Cast") and node.outputs[0].dtype == ir.DataType.FLOAT:
-            yield node, node.outputs[0]
+        if not is_op(node, *SHAPE_OPS) or node.inputs[0] is not hidden or keeps_width(node, hidden):
+            continue
+        part = node.outputs[0]
+        if any(_squares(reader, part) or is_op(reader, "ReduceMean") for reader in readers(part)):
+            return (
+                f"{named(node)} splits the hidden state into {dims(part)} before it is normalised: GroupNorm, not "
+                "RMSNorm over the whole hidden state"
+            )
+    return None
 
 
-def _fused(node: ir.Node, source: ir.Value, hidden: ir.Value) -> _Found | None:
+def _fused(node: ir.Node, source: _Source) -> _Found | None:
     """RMSNormalization (opset 23) and ONNX Runtime's SimplifiedLayerNormalization."""
-    if is_op(node, "LayerNormalization"):
-        raise _No(f"{named(node)} follows: LayerNorm, not RMSNorm; MoEFinalizeAddRMSNorm has no mean and no bias")
-    if node.op_type == "SkipSimplifiedLayerNormalization" and node.domain == "com.microsoft":
-        raise _No(f"{named(node)} follows: ONNX Runtime's fused form; map the model before it is optimised")
-    if not (is_op(node, "RMSNormalization", "SimplifiedLayerNormalization")) or node.inputs[0] is not source:
+    if node.op_type in _OTHER_NORMS and node.domain in ("", "com.microsoft"):
+        raise _No(f"{named(node)} follows: {_OTHER_NORMS[node.op_type]}")
+    if not (is_op(node, "RMSNormalization", "SimplifiedLayerNormalization")) or node.inputs[0] is not source.value:
         return None
     gamma = input_of(node, 1)
     last = node.attributes.get_int("axis", -1)
-    if last not in (-1, (rank(source) or 0) - 1):
+    if last not in (-1, (rank(source.value) or 0) - 1):
         raise _No(f"{named(node)} normalises from axis {last} on, not over the last one alone")
     if node.op_type == "SimplifiedLayerNormalization":
         if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
@@ -101,11 +171,11 @@ def _fused(node: ir.Node, source: ir.Value, hidden: ir.Value) -> _Found | None:
     else:
         if node.attributes.get_int("stash_type", 1) != 1:
             raise _No(f"{named(node)} has stash_type {node.attributes.get_int('stash_type')}; 1 (float32) is taken")
-        before_cast = 1 if source.dtype == ir.DataType.FLOAT else 0
-    eps = node.attributes.get_float("epsilon", 1e-5)
+        before_cast = 1 if source.value.dtype == ir.DataType.FLOAT else 0
     if gamma is None:
         raise _No(f"{named(node)} has no scale")
-    return _rounded(node.outputs[0], hidden), gamma, eps, before_cast
+    eps = node.attributes.get_float("epsilon", 1e-5)
+    return _Found(_rounded(node.outputs[0], source.hidden), gamma, eps, before_cast)
 
 
 def _rounded(value: ir.Value, hidden: ir.Value) -> ir.Value:
@@ -116,38 +186,33 @@ def _rounded(value: ir.Value, hidden: ir.Value) -> ir.Value:
         if is_op(node, "Cast") and node.outputs[0].dtype == hidden.dtype:
             return node.outputs[0]
     raise _No(
-        f"the RMSNorm's result '{value.name}' stays {_dtype(value)} while the rows are {_dtype(hidden)}; "
-        "cast it to the rows' dtype"
+        f"the RMSNorm's result '{value.name}' stays {dtype_name(value.dtype)} while the rows are "
+        f"{dtype_name(hidden.dtype)}; cast it to the rows' dtype"
     )
 
 
-def _dtype(value: ir.Value) -> str:
-    return value.dtype.name if value.dtype is not None else "of unknown dtype"
-
-
-def _spelled_out(node: ir.Node, source: ir.Value, hidden: ir.Value) -> _Found | None:
+def _spelled_out(node: ir.Node, source: _Source) -> _Found | None:
     """Square, mean, eps, root, multiply, gamma."""
-    if is_op(node, "ReduceMean") and node.inputs[0] is source:
-        for reader in readers(node.outputs[0]):
-            if is_op(reader, "Sub"):
-                raise _No(f"{named(node)} follows: LayerNorm (the mean is subtracted), not RMSNorm")
+    hidden = source.hidden
+    if is_op(node, "ReduceMean") and node.inputs[0] is source.value:
+        if _next(node.outputs[0], "Sub", source=source) is not None:
+            raise _No(f"{named(node)} follows: LayerNorm (the mean is subtracted), not RMSNorm")
         return None
-    if not _squares(node, source):
-        return None
-    square = node.outputs[0]
-    mean = _next(square, "ReduceMean")
+    mean = _mean_square(node, source)
     if mean is None:
-        raise _No(f"{named(node)} squares the hidden state, but no ReduceMean follows: not an RMSNorm that is known")
-    _check_mean(mean, square)
-    deviation, eps = _plus_eps(mean.outputs[0])
-    normalised = _normalised(deviation, source, hidden)
+        return None
+    deviation, eps = _plus_eps(mean, source)
+    normalised = _normalised(deviation, source)
     narrow = {normalised.dtype} & set(HALF_DTYPES)
-    while _next(normalised, "Mul") is None and (step := _next(normalised, "Cast", "Identity")) is not None:
+    while _next(normalised, "Mul", source=None) is None:
+        step = _next(normalised, "Cast", "Identity", source=None)
+        if step is None:
+            break
         normalised = step.outputs[0]
         narrow |= {normalised.dtype} & set(HALF_DTYPES)
     if normalised.is_graph_output():
         raise _No(f"the normalised value '{normalised.name}' is a graph output: the RMSNorm has no gamma")
-    multiply = _next(normalised, "Mul")
+    multiply = _next(normalised, "Mul", source=None)
     if multiply is None:
         raise _No(f"no Mul by gamma follows the normalised value '{normalised.name}'")
     gamma = other_input(multiply, normalised)
@@ -155,8 +220,10 @@ def _spelled_out(node: ir.Node, source: ir.Value, hidden: ir.Value) -> _Found | 
         raise _No(f"{named(multiply)} has no second operand")
     if narrow - {hidden.dtype}:
         names = " and ".join(sorted(dtype.name for dtype in narrow if dtype is not None))
-        raise _No(f"the normalised value '{normalised.name}' is rounded to {names}; the rows are {_dtype(hidden)}")
-    return _rounded(multiply.outputs[0], hidden), gamma, eps, 0 if narrow else 1
+        raise _No(
+            f"the normalised value '{normalised.name}' is rounded to {names}; the rows are {dtype_name(hidden.dtype)}"
+        )
+    return _Found(_rounded(multiply.outputs[0], hidden), gamma, eps, 0 if narrow else 1, normalised)
 
 
 def _squares(node: ir.Node, source: ir.Value) -> bool:
@@ -165,26 +232,77 @@ def _squares(node: ir.Node, source: ir.Value) -> bool:
     return is_op(node, "Mul") and node.inputs[0] is source and node.inputs[1] is source
 
 
-def _next(value: ir.Value, *op_types: str) -> ir.Node | None:
-    return next((node for node in readers(value) if is_op(node, *op_types)), None)
+def _next(value: ir.Value, *op_types: str, source: _Source | None) -> ir.Node | None:
+    """The first of these operators that reads ``value``, or a copy of it that is no narrower than ``source``."""
+    copies = [value] if source is None else _copies(value, source)
+    return next((node for copy in copies for node in readers(copy) if is_op(node, *op_types)), None)
 
 
-def _check_mean(mean: ir.Node, square: ir.Value) -> None:
-    found = axes(mean, [])
+def _copies(value: ir.Value, source: _Source) -> Iterator[ir.Value]:
+    """``value`` and its Casts to float32 or to the hidden state's dtype."""
+    yield value
+    for node in readers(value):
+        if is_op(node, "Identity") or (
+            is_op(node, "Cast") and node.outputs[0].dtype in (ir.DataType.FLOAT, source.hidden.dtype)
+        ):
+            yield from _copies(node.outputs[0], source)
+
+
+def _mean_square(node: ir.Node, source: _Source) -> ir.Value | None:
+    """The mean of the squares that ``node`` begins, over the last axis: by ReduceMean, or as a sum divided by H."""
+    if is_op(node, "ReduceSumSquare") and node.inputs[0] is source.value:
+        _check_axis(node)
+        return _divided_by_width(node, source)
+    if not _squares(node, source.value):
+        return None
+    reduce = _next(node.outputs[0], "ReduceMean", "ReduceSum", source=source)
+    if reduce is None:
+        raise _No(f"{named(node)} squares the hidden state, but no ReduceMean follows: not an RMSNorm that is known")
+    _check_axis(reduce)
+    return reduce.outputs[0] if is_op(reduce, "ReduceMean") else _divided_by_width(reduce, source)
+
+
+def _check_axis(reduce: ir.Node) -> None:
+    found = axes(reduce, [])
     if found is None:
-        raise _No(f"the axes of {named(mean)} are not constant")
-    size = rank(square)
+        raise _No(f"the axes of {named(reduce)} are not constant")
+    before = reduce.inputs[0]
+    size = rank(before) if before is not None else None
     if [axis - size if size is not None and axis >= 0 else axis for axis in found] != [-1]:
-        raise _No(f"{named(mean)} is over axes {found}, not over the last one alone")
-    if mean.attributes.get_int("keepdims", 1) != 1:
-        raise _No(f"{named(mean)} does not keep the last axis (keepdims=0)")
+        raise _No(f"{named(reduce)} is over axes {found}, not over the last one alone")
+    if reduce.attributes.get_int("keepdims", 1) != 1:
+        raise _No(f"{named(reduce)} does not keep the last axis (keepdims=0)")
 
 
-def _plus_eps(mean: ir.Value) -> tuple[ir.Value, float]:
-    add = _next(mean, "Add")
+_ROUNDING = {ir.DataType.FLOAT: 2.0**-24, ir.DataType.FLOAT16: 2.0**-11, ir.DataType.BFLOAT16: 2.0**-8}
+"""How far the nearest number of a dtype may be from 1/H, as a part of it."""
+
+
+def _divided_by_width(reduce: ir.Node, source: _Source) -> ir.Value:
+    node = _next(reduce.outputs[0], "Div", "Mul", source=source)
+    if node is None:
+        raise _No(f"{named(reduce)} sums the squares, but no division by H follows: not an RMSNorm that is known")
+    other = node.inputs[1] if is_op(node, "Div") else _scalar_input(node)
+    factor, width = scalar(other), dim(source.value, -1)
+    if factor is None or other is None or not isinstance(width, int):
+        raise _No(f"{named(node)} after the sum of squares has no constant number for H")
+    wanted = float(width) if is_op(node, "Div") else 1.0 / width
+    tensor = constant(other)
+    dtype = other.dtype or (tensor.dtype if tensor is not None else None)
+    if not math.isclose(factor, wanted, rel_tol=_ROUNDING.get(dtype, 0.0) if dtype is not None else 0.0):
+        raise _No(f"{named(node)} makes no mean of the squares: by {factor:g}, while H is {width}")
+    return node.outputs[0]
+
+
+def _scalar_input(node: ir.Node) -> ir.Value | None:
+    return next((value for value in node.inputs if scalar(value) is not None), None)
+
+
+def _plus_eps(mean: ir.Value, source: _Source) -> tuple[ir.Value, float]:
+    add = _next(mean, "Add", source=source)
     if add is None:
         return mean, 0.0
-    other = other_input(add, mean)
+    other = next((value for value in add.inputs if scalar(value) is not None), None)
     eps = scalar(other)
     if eps is None:
         raise _No(f"eps of the RMSNorm ({named(add)}) is not a constant number")
@@ -193,77 +311,119 @@ def _plus_eps(mean: ir.Value) -> tuple[ir.Value, float]:
     return add.outputs[0], eps
 
 
-def _normalised(deviation: ir.Value, source: ir.Value, hidden: ir.Value) -> ir.Value:
+def _normalised(deviation: ir.Value, source: _Source) -> ir.Value:
     """``source / sqrt(deviation)``: by Sqrt, or Pow with 0.5 or -0.5; by Reciprocal, or Div."""
-    root: ir.Value | None = None
-    inverse: ir.Value | None = None
-    for node in readers(deviation):
-        power = scalar(node.inputs[1]) if is_op(node, "Pow") and node.inputs[0] is deviation else None
-        if is_op(node, "Sqrt") or power == 0.5:
-            root = node.outputs[0]
-        elif power == -0.5:
-            inverse = node.outputs[0]
-    for node in readers(root) if root is not None else ():
-        if is_op(node, "Reciprocal"):
-            inverse = node.outputs[0]
-        elif is_op(node, "Div") and node.inputs[1] is root:
-            if scalar(node.inputs[0]) == 1.0:
-                inverse = node.outputs[0]
-            elif _is_copy(node.inputs[0], source, hidden):
-                return node.outputs[0]
-    if inverse is not None:
-        for copy in (inverse, *(n.outputs[0] for n in readers(inverse) if is_op(n, "Cast"))):
-            for node in readers(copy):
-                if is_op(node, "Mul") and _is_copy(other_input(node, copy), source, hidden):
+    roots: list[ir.Value] = []
+    inverses: list[ir.Value] = []
+    for copy in _copies(deviation, source):
+        for node in readers(copy):
+            power = scalar(node.inputs[1]) if is_op(node, "Pow") and node.inputs[0] is copy else None
+            if is_op(node, "Sqrt") or power == 0.5:
+                roots += _copies(node.outputs[0], source)
+            elif power == -0.5:
+                inverses += _copies(node.outputs[0], source)
+    for root in roots:
+        for node in readers(root):
+            if is_op(node, "Reciprocal"):
+                inverses += _copies(node.outputs[0], source)
+            elif is_op(node, "Div") and node.inputs[1] is root:
+                if scalar(node.inputs[0]) == 1.0:
+                    inverses += _copies(node.outputs[0], source)
+                elif source.is_copy(node.inputs[0]):
                     return node.outputs[0]
-    raise _No(f"the root of '{deviation.name}' does not divide the hidden state in a form that is known")
+    for inverse in inverses:
+        for node in readers(inverse):
+            if is_op(node, "Mul") and source.is_copy(other_input(node, inverse)):
+                return node.outputs[0]
+    raise _No(
+        f"the root of '{deviation.name}' does not divide the hidden state in a form that is known: "
+        "x / sqrt(mean(x * x) + eps) is taken"
+    )
 
 
-def _is_copy(value: ir.Value | None, source: ir.Value, hidden: ir.Value) -> bool:
-    """Whether ``value`` is the hidden state or a Cast of it."""
-    if value is None:
-        return False
-    if value is source or value is hidden:
-        return True
-    node = value.producer()
-    return node is not None and is_op(node, "Cast") and node.inputs[0] is hidden
+def _check_readers(found: _Found, source: _Source) -> None:
+    """Sees to it that nothing but the norm reads what the norm computes on the way.
+
+    A second gamma on the normalised value is another norm of the same hidden state: it keeps the nodes that it needs.
+    """
+    normalised = found.multiplicand
+    assert normalised is not None
+    inner = _nodes_between(source, found)
+    end = found.result.producer()
+    for node in inner:
+        if node is end:
+            continue
+        for value in node.outputs:
+            if value.is_graph_output():
+                raise _No(f"'{value.name}', a value inside the RMSNorm, is a graph output: it must stay")
+            for reader in readers(value):
+                if reader in inner or (value is normalised and _is_second_gamma(reader, value)):
+                    continue
+                raise _No(f"'{value.name}', a value inside the RMSNorm, is also read by {named(reader)}: it must stay")
 
 
-def _gamma(value: ir.Value, hidden: ir.Value) -> tuple[ir.Value | str, float]:
-    """The stored weight behind ``value``, with the 1 that Gemma adds to it; or, in words, why it is not taken."""
+def _nodes_between(source: _Source, found: _Found) -> set[ir.Node]:
+    """The nodes that make the norm's result from ``source`` and from gamma, which are not among them."""
+    inner: set[ir.Node] = set()
+    pending = [found.result]
+    while pending:
+        value = pending.pop()
+        node = value.producer()
+        if node is None or node in inner or value is found.gamma or source.is_copy(value) or is_constant(value):
+            continue
+        inner.add(node)
+        pending += [before for before in node.inputs if before is not None]
+    return inner
+
+
+def _is_second_gamma(node: ir.Node, normalised: ir.Value) -> bool:
+    other = other_input(node, normalised) if is_op(node, "Mul") else None
+    return is_constant(other) and other is not None and dim(other, -1) == dim(normalised, -1)
+
+
+_SAME_NUMBERS = ("Cast", "Identity", *SHAPE_OPS)
+
+
+def _gamma(value: ir.Value, source: _Source) -> tuple[Operand, float]:
+    """The stored weight behind ``value``, with the 1 that Gemma adds to it."""
+    width, here = dim(source.value, -1), dims(value)
+    if here is not None and (
+        not here or any(size != 1 for size in here[:-1]) or here[-1] != width or len(here) > (rank(source.value) or 0)
+    ):
+        raise _No(f"gamma '{value.name}' has shape {here}; [H] = [{width}] is taken")
     bias = 0.0
     while not is_constant(value):
         node = value.producer()
         if node is None:
-            return f"gamma '{value.name}' is an input of the graph, not a constant", 0.0
-        if is_op(node, "Cast", "Identity"):
-            value = _given(node.inputs[0])
-            continue
+            raise _No(f"gamma '{value.name}' is an input of the graph, not a constant: store it as an initializer")
         one = next((index for index in (0, 1) if is_op(node, "Add") and scalar(node.inputs[index]) == 1.0), None)
-        if one is None or bias:
-            return f"gamma comes from {named(node)}, not from a constant", 0.0
-        bias = 1.0
-        value = _given(node.inputs[1 - one])
+        if one is not None and not bias:
+            bias, before = 1.0, node.inputs[1 - one]
+        else:
+            before = node.inputs[0] if is_op(node, *_SAME_NUMBERS) else None
+            if is_op(node, "Cast") and value.dtype not in FLOAT_DTYPES:
+                before = None
+        if before is None:
+            raise _No(f"gamma comes from {named(node)}, not from a constant")
+        value = before
     tensor = constant(value)
     if value.dtype is None and tensor is not None:
         value.dtype = tensor.dtype
-    shape, width = dims(value), dim(hidden, -1)
-    if shape is None or len(shape) != 1 or (width is not None and shape != [width]):
-        return f"gamma '{value.name}' has shape {shape}; [H] = [{width}] is taken", 0.0
-    if value.dtype not in (ir.DataType.FLOAT, hidden.dtype):
-        return f"gamma '{value.name}' is {_dtype(value)}; the rows' dtype or FLOAT is taken", 0.0
-    return value, bias
-
-
-def _given(value: ir.Value | None) -> ir.Value:
-    assert value is not None
-    return value
+    shape = dims(value) or []
+    if not isinstance(width, int) or math.prod(size if isinstance(size, int) else 0 for size in shape) != width:
+        raise _No(f"gamma '{value.name}' has shape {shape}; [H] = [{width}] is taken")
+    if value.dtype not in (ir.DataType.FLOAT, source.hidden.dtype):
+        raise _No(f"gamma '{value.name}' is {dtype_name(value.dtype)}; the rows' dtype or FLOAT is taken")
+    return Operand(value, reshape_to=None if shape == [width] else (width,)), bias
 
 
 def what_follows(result: ir.Value) -> str | None:
     """In words, what makes a norm another one than it seems: a bias after it, or a residual that is added after it."""
     node = sole_reader(result)
-    while node is not None and is_op(node, "Cast", "Reshape", "Identity") and node.inputs[0] is result:
+    while node is not None and (
+        (is_op(node, "Cast", "Identity", *SHAPE_OPS) and node.inputs[0] is result)
+        or (is_op(node, "Mul", "Div") and scalar(other_input(node, result)) is not None)
+    ):
         result = node.outputs[0]
         node = sole_reader(result)
     if node is None or not is_op(node, "Add"):

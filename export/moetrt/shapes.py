@@ -1,0 +1,48 @@
+"""Values of a graph get the dtypes and shapes that onnx infers: what the mapper compares."""
+
+import onnx
+import onnx_ir as ir
+
+from moetrt.onnx_files import without_external_data
+from moetrt.onnx_op import attach_functions, remove_functions
+
+
+def fill_in_shapes(model: ir.Model) -> None:
+    """Gives values without a dtype or shape what onnx infers, in inner graphs too; others stay as they are.
+
+    Where inference stops, nothing is changed: who needs a shape then says that it is not known.
+    """
+    values = (value for graph in model.graphs() for node in graph for value in node.outputs)
+    if all(value.dtype is not None and value.shape is not None for value in values):
+        return
+    # Inference looks into functions, so that it passes the operators' nodes.
+    attach_functions(model)
+    try:
+        proto = onnx.shape_inference.infer_shapes(without_external_data(ir.to_proto(model)), data_prop=True)
+    except Exception:  # onnx raises its own InferenceError, and ValueError from its parts
+        return
+    finally:
+        remove_functions(model)
+    _fill(model.graph, proto.graph)
+
+
+def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:
+    """Names are unique in one graph, not across the branches of an If: graphs are walked side by side."""
+    inferred = {info.name: info for info in (*proto.value_info, *proto.output)}
+    inner = {node.output[0]: node for node in proto.node if any(a.HasField("g") or a.graphs for a in node.attribute)}
+    for node in graph:
+        for value in node.outputs:
+            info = inferred.get(value.name or "")
+            if info is None:
+                continue
+            found = ir.from_proto(info)
+            value.dtype = value.dtype or found.dtype
+            if value.shape is None:
+                value.shape = found.shape
+        for attribute in inner[node.outputs[0].name or ""].attribute if node.outputs[0].name in inner else ():
+            if attribute.HasField("g"):
+                _fill(node.attributes[attribute.name].as_graph(), attribute.g)
+            for own, theirs in zip(
+                node.attributes[attribute.name].as_graphs() if attribute.graphs else (), attribute.graphs, strict=True
+            ):
+                _fill(own, theirs)
