@@ -57,7 +57,7 @@ def causal_lm(model: Any) -> Source:
 
 def _check_moe(model: Any) -> int:
     """How many MoE layers the model has."""
-    found = len(experts_modules(model)) + len(known_modules(model))
+    found = len(experts_modules(model)) + sum(form.moe for form in known_modules(model).values())
     if not found:
         name = type(model).__name__
         config = model.config.get_text_config()

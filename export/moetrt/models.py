@@ -4,18 +4,30 @@ from typing import Any
 
 import torch
 from transformers import (
+    DbrxConfig,
+    DbrxForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
@@ -176,6 +188,105 @@ def qwen3_5_moe() -> PreTrainedModel:
         num_experts_per_tok=3,
     )
     return randomized(Qwen3_5MoeForCausalLM, config)
+
+
+def deepseek_v2() -> PreTrainedModel:
+    """1 dense and 2 MoE layers: 2 shared and 8 routed experts, 3 chosen in 2 of 4 groups, scaling 2.5; complex YaRN."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0}
+    config = DeepseekV2Config(
+        **SMALL | {"num_hidden_layers": 3, "num_key_value_heads": 4},
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        rope_parameters=yarn | {"rope_theta": 10000.0, "original_max_position_embeddings": 64},
+    )
+    return randomized(DeepseekV2ForCausalLM, config)
+
+
+_GRANITE: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 6.0,
+}
+
+
+def granite_moe() -> PreTrainedModel:
+    """2 MoE layers of 8 experts, 3 chosen; what they give is multiplied by 0.22 before the residual is added."""
+    return randomized(GraniteMoeForCausalLM, GraniteMoeConfig(**SMALL | _GRANITE))
+
+
+def granite_moe_shared() -> PreTrainedModel:
+    """The same with a shared expert, which is multiplied by 0.22 too."""
+    config = GraniteMoeSharedConfig(**SMALL | _GRANITE, shared_intermediate_size=40)
+    return randomized(GraniteMoeSharedForCausalLM, config)
+
+
+def llama4(top_k: int = 1) -> PreTrainedModel:
+    """A MoE of 8 experts and a shared one in every second of 4 layers; complex rotary embedding, chunked attention.
+
+    The router's weights multiply the experts' input, not their output.
+    """
+    config = Llama4TextConfig(
+        **SMALL | {"num_hidden_layers": 4},
+        head_dim=16,
+        intermediate_size_mlp=80,
+        interleave_moe_layer_step=2,
+        num_local_experts=8,
+        num_experts_per_tok=top_k,
+        attention_chunk_size=16,
+        pad_token_id=0,
+    )
+    return randomized(Llama4ForCausalLM, config)
+
+
+def phimoe() -> PreTrainedModel:
+    """Phi-3.5-MoE: 2 MoE layers of 8 experts, 2 chosen by sparsemixer; LayerNorm; longrope past 16 tokens."""
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0 + 0.05 * i for i in range(8)],
+        "long_factor": [1.0 + 0.5 * i for i in range(8)],
+        "short_mscale": 1.1,
+        "long_mscale": 1.2,
+    }
+    config = PhimoeConfig(
+        **SMALL,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        attention_bias=True,
+        lm_head_bias=True,
+        rope_parameters=longrope,
+    )
+    return randomized(PhimoeForCausalLM, config)
+
+
+def dbrx() -> PreTrainedModel:
+    """2 MoE layers of 8 experts, 3 chosen, outside Transformers' experts interface; LayerNorm."""
+    config = DbrxConfig(
+        vocab_size=96,
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=256,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        ffn_config={"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3},
+    )
+    return randomized(DbrxForCausalLM, config)
 
 
 def randomized(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -10,7 +10,12 @@ SOURCES = {"": "a839bd2837effeb3", "mlp": "946b2d3ece156538"}
 
 
 def forward(
-    experts_form: str, experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    experts_form: str,
 ) -> torch.Tensor:
     """``[..., H]`` and the chosen experts' indices and weights ``[T, K]`` go in; ``[..., H]`` comes out."""
     shape = (experts.num_experts, experts.ffn_hidden_size, experts.hidden_size)

@@ -1,4 +1,4 @@
-"""MoE modules outside Transformers' experts interface, known by what their forward says, made to end in the operator.
+"""Modules of Transformers that torch.onnx does not take, known by what their forward says, and what they become.
 
 A form is known by the source text of its forwards, not by its name: a family that copies the code is taken as it is,
 and a version of Transformers that changes it is not, so that nothing is re-expressed that was not read.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moetrt.rewrites import dbrx, llama4
+from moetrt.rewrites import dbrx, llama4, longrope
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,21 @@ class KnownForm:
 
     Attributes:
         sources: the digest of the forward's source by submodule, "" for the module itself; see `digest`.
-        forward: takes the form of the expert GEMMs, the module and its forward's arguments, and gives what its own
-            forward gives.
+        forward: takes the module and its forward's arguments, and gives what its own forward gives.
+        moe: whether it is a MoE layer, or its experts: then ``forward`` ends in ``moetrt::moe_finalize_add``, and takes
+            the form of the expert GEMMs as ``experts_form``.
     """
 
     sources: Mapping[str, str]
     forward: Callable[..., Any]
+    moe: bool
 
 
-FORMS = (KnownForm(llama4.SOURCES, llama4.forward), KnownForm(dbrx.SOURCES, dbrx.forward))
+FORMS = (
+    KnownForm(llama4.SOURCES, llama4.forward, moe=True),
+    KnownForm(dbrx.SOURCES, dbrx.forward, moe=True),
+    KnownForm(longrope.SOURCES, longrope.forward, moe=False),
+)
 
 
 def digest(function: Callable[..., Any]) -> str:
@@ -49,7 +55,7 @@ def _digest(function: Callable[..., Any]) -> str:
 
 
 def known_modules(module: torch.nn.Module) -> dict[str, KnownForm]:
-    """The modules in ``module`` that are of a known form, by name; one for each MoE layer."""
+    """The modules in ``module`` that are of a known form, by name."""
     found = {}
     for name, child in module.named_modules():
         form = next((form for form in FORMS if _is(child, form)), None)
@@ -71,7 +77,7 @@ def _is(module: torch.nn.Module, form: KnownForm) -> bool:
 
 @contextmanager
 def re_expressed(module: torch.nn.Module, experts_form: str) -> Iterator[None]:
-    """While the block runs, the known modules in ``module`` end in ``moetrt::moe_finalize_add``.
+    """While the block runs, the known modules in ``module`` have the forward of their form.
 
     Args:
         module: nothing happens where it holds none.
@@ -81,7 +87,8 @@ def re_expressed(module: torch.nn.Module, experts_form: str) -> Iterator[None]:
     try:
         for child, form in found:
             # On the instance, where it hides the class's own.
-            child.forward = partial(form.forward, experts_form, child)
+            extra = {"experts_form": experts_form} if form.moe else {}
+            child.forward = partial(form.forward, child, **extra)
         yield
     finally:
         for child, _ in found:

@@ -13,7 +13,7 @@ from moetrt.experts import Linear, expert_rows, finalize
 SOURCES = {"": "3089415137fa1e5f", "experts": "2c875d2afcfbdec1", "router": "bfadae9815373f9a"}
 
 
-def forward(experts_form: str, block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(block: Any, hidden_states: torch.Tensor, *, experts_form: str) -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., H]`` goes in; ``[T, H]`` and the router's logits ``[T, E]`` come out."""
     tokens = hidden_states.reshape(-1, block.hidden_dim)
     scores, logits = block.router(tokens)
