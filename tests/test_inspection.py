@@ -7,8 +7,10 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import pytest
+from click.testing import CliRunner
 from onnx import helper
 
+from moetrt.cli import cli
 from moetrt.errors import InputError
 from moetrt.inspection import (
     ONNX_RUNTIME,
@@ -226,3 +228,111 @@ def test_model_without_moe_and_bad_files(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("not a model")
     with pytest.raises(InputError, match="is not an ONNX model"):
         inspect_file(tmp_path / "text.onnx")
+
+
+def set_attribute(attribute: ir.Attr) -> ir.Model:
+    model = mapped_model()
+    the_node(model).attributes[attribute.name] = attribute
+    return model
+
+
+@pytest.mark.parametrize(
+    ("attribute", "words"),
+    [
+        (ir.AttrInt64("eps", 1), "attribute eps was 1, INT; FLOAT is taken"),
+        (ir.AttrFloat32("weight_before_cast", 1.0), "attribute weight_before_cast was 1.0, FLOAT; INT is taken"),
+        (ir.AttrFloat32("has_residual", 1.0), "attribute has_residual was 1.0, FLOAT; INT is taken"),
+        (ir.AttrFloat32("weight_bias", 2.0), "attribute weight_bias was 2.0; 0 or 1 is taken"),
+        (ir.AttrInt64("has_residual", 2), "attribute has_residual was 2; 0 or 1 is taken"),
+        (
+            ir.AttrFloat32("epsilon", 1e-6),
+            "attribute epsilon is unknown; taken are apply_expert_weights, combine_scale",
+        ),
+    ],
+)
+def test_attributes_that_the_plugin_refuses_are_named_once(tmp_path: Path, attribute: ir.Attr, words: str) -> None:
+    model = set_attribute(attribute)
+    found = inspected(model, tmp_path)
+    assert found.refused == 1
+    said = [warning for warning in found.warnings if words in warning]
+    assert len(said) == 1
+    assert said[0].startswith(f"node '{the_node(model).name}' (MoEFinalizeAddRMSNorm): ")
+    assert len(found.warnings) == 1
+    with pytest.raises(ValueError if "unknown" in words or "0 or 1" in words else TypeError, match=words):
+        map_model(model)
+
+
+def test_inspect_of_a_refused_node_falls_short(tmp_path: Path) -> None:
+    save_model(set_attribute(ir.AttrInt64("eps", 1)), tmp_path / "model.onnx")
+    done = CliRunner().invoke(cli, ["inspect", str(tmp_path / "model.onnx")])
+    assert done.exit_code == 1
+    assert done.output.count("attribute eps was 1, INT; FLOAT is taken") == 1
+    assert "the plugin refuses 1 of the 1 nodes in" in str(done.exception)
+
+
+def test_every_site_of_an_unmapped_file_is_listed(tmp_path: Path) -> None:
+    """Names of the nodes that would go in and of the one that would come out, form, attributes, dtype and reason."""
+    g = Graph()
+    hidden = g.add(g.mul(g.routed(), g.const(2.5)), g.input("residual", ["T", HIDDEN]))
+    hidden = g.add(hidden, NormForm().write(g, hidden, eps=3e-5, rank=2))
+    hidden = g.add(g.routed(), hidden)
+    g.output(g.op("LayerNormalization", hidden, g.vector(1), g.vector(2)), hidden)
+    first, second = inspected(g.model(), tmp_path).sites
+    assert (first.operator, first.matched, first.form, first.dtype) == (
+        "MoEFinalizeAddRMSNorm", True, "finalize node", "FLOAT"
+    )  # fmt: skip
+    assert first.name == "node_moefinalizeadd_0/MoEFinalizeAddRMSNorm"
+    assert first.nodes == [node.name for node in g.nodes[:10]]
+    assert first.attributes["eps"] == 3e-5
+    assert first.attributes["routed_scaling_factor"] == 2.5
+    assert first.inputs["residual"]["value"] == "residual"
+    assert first.outputs["residual_out"]["value"] == "add_2"
+    assert (second.operator, second.matched) == ("MoEFinalizeAdd", False)
+    assert second.reason is not None
+    assert "LayerNorm, not RMSNorm" in second.reason
+    found = inspected(g.model(), tmp_path)
+    text = "\n".join(found.lines())
+    assert (
+        f"{first.name}: finalize node, FLOAT; moetrt map: MoEFinalizeAddRMSNorm\n    nodes: {g.nodes[0].name}, " in text
+    )
+    assert f"{second.name}: finalize node, FLOAT; moetrt map: MoEFinalizeAdd without its norm: LayerNorm" in text
+    assert "    out residual_out: FLOAT [T, 16] (add_2)" in text
+    written = json.loads(json.dumps(found.as_dict()))["sites"]
+    assert [site["dtype"] for site in written] == ["FLOAT", "FLOAT"]
+    assert written[0]["nodes"] == first.nodes
+
+
+def test_site_that_cannot_be_mapped_says_what_was_found(tmp_path: Path) -> None:
+    """Rows times weights summed in float32 over half rows, and no cast back: the values are named all the same."""
+    g = Graph("float16")
+    g.routed()
+    g.nodes.clear()
+    g.values.clear()
+    zero = g.const(0.0)
+    index = g.op("Max", "map", g.const(0, onnx.TensorProto.INT32))
+    routes = g.op("Gather", "rows", index, axis=0)
+    kept = g.op("GreaterOrEqual", "map", g.const(0, onnx.TensorProto.INT32))
+    routes = g.op("Where", g.op("Unsqueeze", kept, g.ints(-1)), routes, zero)
+    weighted = g.op("Mul", g.cast(routes, "float32"), g.op("Unsqueeze", "weights", g.ints(-1)))
+    g.output(g.op("ReduceSum", weighted, g.ints(1), keepdims=0))
+    (site,) = inspected(g.model(), tmp_path).sites
+    assert (site.operator, site.matched, site.form, site.dtype) == (None, False, "gather", "FLOAT16")
+    assert site.reason is not None
+    assert "stays FLOAT while the rows are FLOAT16: cast it to the rows' dtype" in site.reason
+    assert {name: entry["value"] for name, entry in site.inputs.items()} == {
+        "gemm2_permuted": "rows",
+        "expert_weights": "weights",
+        "expanded_idx_to_permuted_idx": "map",
+    }
+    assert site.attributes == {"routed_scaling_factor": 1.0, "apply_expert_weights": 1}
+    assert site.outputs["hidden"]["dtype"] == "FLOAT"
+
+
+def test_standard_operators_by_their_other_name(tmp_path: Path) -> None:
+    proto = ir.to_proto(mapped_model())
+    for opset in (*proto.opset_import, *proto.functions[0].opset_import):
+        opset.domain = opset.domain or "ai.onnx"
+    (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+    found = inspect_file(tmp_path / "model.onnx")
+    assert found.opset == 22
+    assert found.warnings == []

@@ -215,7 +215,7 @@ def map_command(
         out.line(f"note: {note}")
     if not result.complete and not allow_unmatched:
         if not result.found and not result.expected:
-            raise Shortfall(f"'{model}' has no MoE tail; '{output}' is an unchanged copy")
+            raise Shortfall(f"'{model}' has no MoE tail; '{output}' is a copy")
         raise Shortfall(f"not every tail of '{model}' was mapped: {result.summary()}; --allow-unmatched accepts that")
 
 
@@ -232,6 +232,8 @@ def inspect_command(out: Any, file: str, as_json: bool) -> None:
     else:
         for line in found.lines():
             out.line(line)
+    if found.refused:
+        raise Shortfall(f"the plugin refuses {found.refused} of the {len(found.tails)} nodes in '{file}'")
 
 
 @_command("build")

@@ -11,9 +11,10 @@ import onnx_ir as ir
 
 from moetrt.errors import MoetrtError
 from moetrt.mapping import TAILS_EXPECTED, check_operator_node, map_model
-from moetrt.mapping_report import MAPPED_FORM
+from moetrt.mapping_report import MAPPED_FORM, Site, attribute_line, operand_line
 from moetrt.onnx_files import load_model
 from moetrt.onnx_op import named_inputs, operator_of, read_attributes
+from moetrt.segments.captured import FORM
 from moetrt.segments.reading import dims
 from moetrt.spec import DOMAIN, OPERATORS, PLUGIN_NAMESPACE, PLUGIN_VERSION
 
@@ -79,6 +80,8 @@ class Inspection:
         ir_version, opset: of the file.
         tails: its operator nodes, in the order of the graph.
         expected: how many tails the file says it has; None where it does not.
+        sites: the tails that are not mapped yet, or not wholly, as `moetrt map` would report them.
+        refused: how many of ``tails`` the plugin refuses.
         readers: by reader: what it will run.
         warnings: what is wrong, or will surprise, one line each.
     """
@@ -88,12 +91,14 @@ class Inspection:
     opset: int
     tails: list[TailNode]
     expected: int | None
+    sites: list[Site]
+    refused: int
     readers: dict[str, str]
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """The inspection for JSON."""
-        return asdict(self)
+        return asdict(self) | {"sites": [site.as_dict() for site in self.sites]}
 
     def lines(self) -> list[str]:
         """The inspection as text."""
@@ -101,19 +106,14 @@ class Inspection:
         lines = [f"{self.path}: opset {self.opset}, IR version {self.ir_version}, {len(self.tails)} tails{expected}"]
         for tail in self.tails:
             lines.append(f"{tail.name}: {tail.operator}, {tail.dtype or 'unknown dtype'}")
-            attributes = ", ".join(f"{name}={value:g}" for name, value in tail.attributes.items())
-            lines.append(f"    attributes: {attributes}")
-            lines += [f"    in  {_operand_line(name, entry)}" for name, entry in tail.inputs.items()]
-            lines += [f"    out {_operand_line(name, entry)}" for name, entry in tail.outputs.items()]
+            lines.append(attribute_line(tail.attributes))
+            lines += [operand_line("in ", name, entry) for name, entry in tail.inputs.items()]
+            lines += [operand_line("out", name, entry) for name, entry in tail.outputs.items()]
+        for site in self.sites:
+            lines.append(f"{site.name}: {site.form}, {site.dtype or 'unknown dtype'}; moetrt map: {site.became}")
+            lines += site.lines()
         lines += [f"{reader}: {runs}" for reader, runs in self.readers.items()]
         return lines + [f"warning: {warning}" for warning in self.warnings]
-
-
-def _operand_line(name: str, entry: dict[str, Any]) -> str:
-    shape = (
-        "?" if entry["shape"] is None else "[" + ", ".join("?" if d is None else str(d) for d in entry["shape"]) + "]"
-    )
-    return f"{name}: {entry['dtype'] or '?'} {shape} ({entry['value']})"
 
 
 def inspect_file(path: str | os.PathLike[str]) -> Inspection:
@@ -124,11 +124,17 @@ def inspect_file(path: str | os.PathLike[str]) -> Inspection:
     """
     model = load_model(path)
     warnings: list[str] = []
+    refused: list[str] = []
     tails: list[TailNode] = []
     for node in _nodes(model):
         warnings += spelling_differences(node)
         if operator_of(node) is not None:
-            tails.append(_tail(node, model, warnings))
+            tails.append(_tail(node, model, refused))
+    sites: list[Site] = []
+    if not refused:
+        sites, unmapped = _unmapped(path)
+        warnings += unmapped
+    warnings += refused
     expected = model.metadata_props.get(TAILS_EXPECTED)
     inspection = Inspection(
         path=os.fspath(Path(path)),
@@ -136,12 +142,13 @@ def inspect_file(path: str | os.PathLike[str]) -> Inspection:
         opset=model.graph.opset_imports.get("", 0),
         tails=tails,
         expected=int(expected) if expected is not None and expected.isdecimal() else None,
+        sites=sites,
+        refused=len(refused),
         readers=_readers(model, tails),
         warnings=warnings,
     )
     warnings += _function_warnings(model, tails)
     warnings += _graph_warnings(model)
-    warnings += _unmapped(path)
     return inspection
 
 
@@ -183,14 +190,14 @@ def spelling_differences(node: ir.Node) -> list[str]:
     return found
 
 
-def _tail(node: ir.Node, model: ir.Model, warnings: list[str]) -> TailNode:
+def _tail(node: ir.Node, model: ir.Model, refused: list[str]) -> TailNode:
     spec = OPERATORS[node.op_type]
     try:
         check_operator_node(node)
         given = named_inputs(node)
         attributes = read_attributes(node)
     except MoetrtError as error:
-        warnings.append(str(error))
+        refused.append(f"{error}: the plugin refuses the node")
         given = {f"input {index}": value for index, value in enumerate(node.inputs) if value is not None}
         attributes = {}
     return TailNode(
@@ -288,18 +295,24 @@ def _graph_warnings(model: ir.Model) -> list[str]:
     ]
 
 
-def _unmapped(path: str | os.PathLike[str]) -> list[str]:
-    """What mapping the file again would change, and what it cannot."""
+def _unmapped(path: str | os.PathLike[str]) -> tuple[list[Site], list[str]]:
+    """The sites that mapping the file again would change or cannot map, and the same in words."""
     try:
         report = map_model(load_model(path), function=False)
     except MoetrtError as error:
-        return [f"mapping would fail: {error}"]
+        return [], [f"mapping would fail: {error}"]
+    sites = [site for site in report.sites if not _is_done(site)]
     found = []
-    for site in report.sites:
+    for site in sites:
         if not site.matched:
             found.append(f"tail '{site.name}' is {site.became}")
-        elif site.form != MAPPED_FORM and site.operator != "MoEFinalizeAdd":
+        else:
             found.append(f"tail '{site.name}' is not mapped yet: moetrt map makes it {site.operator}")
     if report.expected is not None and report.expected != report.found:
         found.append(f"{report.expected} tails are expected, but {report.found} are found")
-    return found
+    return sites, found
+
+
+def _is_done(site: Site) -> bool:
+    """Whether the tail is in its plugin node already: mapping it replaces no node, or that node by its like."""
+    return site.matched and site.form in (MAPPED_FORM, FORM) and len(site.nodes) <= 1

@@ -86,6 +86,7 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
         # The checker wants a name; no reader does.
         proto.graph.name = "graph"
     _check_opset(proto, source)
+    _name_standard_domain(proto, source)
     for node in proto.graph.node:
         if node.op_type in OPERATORS and node.domain in ("", "ai.onnx"):
             # The checker would only say that it knows no such operator.
@@ -112,6 +113,19 @@ def _check_opset(proto: onnx.ModelProto, source: Path) -> None:
             raise InputError(
                 f"ONNX model '{source}': its opset was {opset.version}; {OLDEST_OPSET} to {newest} are taken"
             )
+
+
+def _name_standard_domain(proto: onnx.ModelProto, source: Path) -> None:
+    """Imports the standard operators as "" where they are imported as "ai.onnx", which the checker does not take."""
+    holders: list[Any] = [proto, *proto.functions]
+    for holder in holders:
+        versions = sorted({opset.version for opset in holder.opset_import if opset.domain in ("", "ai.onnx")})
+        if len(versions) > 1:
+            both = " and ".join(str(version) for version in versions)
+            raise InputError(f"ONNX model '{source}': standard operators are imported as opset {both}; one is taken")
+        for opset in holder.opset_import:
+            if opset.domain == "ai.onnx":
+                opset.domain = ""
 
 
 def _check_external_fields(proto: onnx.ModelProto, source: Path) -> None:

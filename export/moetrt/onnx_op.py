@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from moetrt.definition import evaluate
-from moetrt.errors import InputError
+from moetrt.errors import InputError, InputTypeError
 from moetrt.spec import (
     DATA_DTYPES,
     DOMAIN,
@@ -54,19 +54,46 @@ def named_inputs(node: ir.Node) -> dict[str, ir.Value]:
 
 
 def _flag(node: ir.Node, name: str, spec: OperatorSpec) -> bool:
-    attribute = node.attributes.get(name)
-    if attribute is not None:
-        return bool(attribute.as_int())
-    return bool(next(entry.default for entry in spec.flags if entry.name == name))
+    entry = next(entry for entry in spec.flags if entry.name == name)
+    if name not in node.attributes:
+        return bool(entry.default)
+    return bool(entry.check(_value_of(node, entry), _where(node)))
+
+
+_ATTRIBUTE_TYPES = {"FLAG": ir.AttributeType.INT, "FLOAT": ir.AttributeType.FLOAT}
+
+
+def _value_of(node: ir.Node, entry: AttributeSpec) -> Any:
+    """An attribute's value.
+
+    Raises:
+        InputTypeError: it is of another type than the plugin's field: TensorRT would not convert it.
+    """
+    attribute, wanted = node.attributes[entry.name], _ATTRIBUTE_TYPES[entry.kind]
+    if attribute.type != wanted:
+        raise InputTypeError(
+            f"{_where(node)}: attribute {entry.name} was {attribute.value!r}, {attribute.type.name}; "
+            f"{wanted.name} is taken"
+        )
+    return attribute.value
+
+
+def _where(node: ir.Node) -> str:
+    return f"node '{node.name}' ({node.op_type})"
 
 
 def read_attributes(node: ir.Node) -> dict[str, float | int]:
-    """The attributes of an operator node without the ``has_*`` flags, defaults filled in."""
+    """The attributes of an operator node without the ``has_*`` flags, defaults filled in.
+
+    Raises:
+        InputError, InputTypeError: a value or a type that is not taken, or an attribute that the operator has not:
+            TensorRT would pass over that in silence.
+    """
     spec = OPERATORS[node.op_type]
-    values = {
-        entry.name: node.attributes[entry.name].value for entry in spec.attributes if entry.name in node.attributes
-    }
-    return spec.complete(values)
+    known = {entry.name for entry in spec.all_attributes} | {"plugin_version", "plugin_namespace"}
+    values = {name: attribute.value for name, attribute in node.attributes.items() if name not in known}
+    values |= {entry.name: _value_of(node, entry) for entry in spec.attributes if entry.name in node.attributes}
+    return spec.complete(values, _where(node))
 
 
 def make_node(

@@ -120,17 +120,22 @@ class OperatorSpec:
         """Every attribute of a node but ``plugin_version`` and ``plugin_namespace``."""
         return self.flags + self.attributes
 
-    def complete(self, attributes: Mapping[str, object]) -> dict[str, float | int]:
+    def complete(self, attributes: Mapping[str, object], where: str | None = None) -> dict[str, float | int]:
         """Returns ``attributes`` (without ``has_*`` flags) with each checked and the defaults filled in.
+
+        Args:
+            attributes: by name.
+            where: what to call the node in messages; the operator's name by default.
 
         Raises:
             InputError, InputTypeError: an unknown name, or a value that is not taken.
         """
+        where = where or self.name
         known = {spec.name for spec in self.attributes}
         for name in attributes:
             if name not in known:
-                raise InputError(f"{self.name}: attribute {name} is unknown; taken are {', '.join(sorted(known))}")
-        return {spec.name: spec.check(attributes.get(spec.name, spec.default), self.name) for spec in self.attributes}
+                raise InputError(f"{where}: attribute {name} is unknown; taken are {', '.join(sorted(known))}")
+        return {spec.name: spec.check(attributes.get(spec.name, spec.default), where) for spec in self.attributes}
 
 
 _PRESENT_BY_DEFAULT = ("expanded_idx_to_permuted_idx", "residual")
