@@ -1,0 +1,78 @@
+"""Linear attention by the gated delta rule (Qwen3-Next, Qwen3.5), as a scan over tokens: ONNX Scan takes any length.
+
+Transformers works through chunks of 64 tokens in a Python loop. A traced graph would hold the example's number of
+chunks, so that longer inputs do not run, and 63 steps of arithmetic for each of them.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._higher_order_ops.scan import scan
+
+from moetrt.rewrites.known_forms import digest
+
+NAME = "torch_chunk_gated_delta_rule"
+SOURCE = "10c023608ca373ed"
+
+
+@contextmanager
+def delta_rule_as_scan(module: torch.nn.Module) -> Iterator[None]:
+    """While the block runs, the linear attention of the models in ``module`` is `by_token`, where it is the known one."""
+    files = {type(child).__module__ for child in module.modules()}
+    with ExitStack() as stack:
+        for name in sorted(files):
+            function = getattr(sys.modules.get(name), NAME, None)
+            if function is not None and digest(function) == SOURCE:
+                stack.enter_context(patch.object(sys.modules[name], NAME, by_token))
+        yield
+
+
+def by_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``state = exp(g) * state``, then ``state += key (x) beta * (value - key @ state)``; ``out = query @ state``.
+
+    Args:
+        query, key: ``[batch, seq, key heads, Dk]``.
+        value: ``[batch, seq, value heads, Dv]``; a key head serves as many value heads in a row as go into it.
+        g, beta: ``[batch, seq, value heads]``; the decay's logarithm, and how much of an update is written.
+        initial_state: ``[batch, value heads, Dk, Dv]``; zeros where None.
+        output_final_state: whether to return the last state too.
+        use_qk_l2norm_in_kernel: whether query and key are brought to length 1.
+
+    Returns:
+        ``[batch, seq, value heads, Dv]`` in the dtype of ``query``, and the last state or None. float32 throughout.
+    """
+    dtype = query.dtype
+    query, key, value, decay, beta = (x.float() for x in (query, key, value, g.float().exp(), beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    heads = value.shape[2]
+    query, key = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (query, key))
+    if initial_state is None:
+        initial_state = query.new_zeros(query.shape[0], heads, query.shape[-1], value.shape[-1])
+
+    def step(state: torch.Tensor, now: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value, decay, beta = now
+        state = state * decay[..., None, None]
+        known = (key.unsqueeze(-2) @ state).squeeze(-2)
+        state = state + key.unsqueeze(-1) * (beta.unsqueeze(-1) * (value - known)).unsqueeze(-2)
+        return state, (query.unsqueeze(-2) @ state).squeeze(-2)
+
+    # scan takes no views that overlap: each input is a tensor of its own, tokens first.
+    tokens_first = [x.transpose(0, 1).contiguous() for x in (query, key, value, decay, beta)]
+    state, out = scan(step, initial_state.float(), tokens_first)
+    return out.transpose(0, 1).to(dtype), state if output_final_state else None
