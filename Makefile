@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 OUT ?= out/demo
 
 # A file is rebuilt when one of these changes. PLUGIN_SOURCES and PYTHON_SOURCES are what the installed package is made of.
-PLUGIN_SOURCES := $(shell find plugins -type f)
+PLUGIN_SOURCES := $(shell find plugins -type f -not -name '*.pyc')
 PYTHON_SOURCES := $(shell find export -type f -name '*.py')
 CXX_SOURCES := $(shell find plugins tests -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \))
 
