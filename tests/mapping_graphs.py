@@ -1,6 +1,7 @@
 """Small ONNX graphs that end in a MoE tail, in every spelling of the norm, for the tests of mapping."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,9 +50,9 @@ class Graph:
     def ints(self, *values: int) -> str:
         return self.const(list(values), TensorProto.INT64)
 
-    def vector(self, seed: int, dtype: int | None = None, name: str | None = None) -> str:
-        """A weight of [HIDDEN], away from 0."""
-        return self.const(np.random.default_rng(seed).uniform(0.5, 1.5, HIDDEN), dtype, name)
+    def vector(self, seed: int, dtype: int | None = None, name: str | None = None, shape: Sequence[int] = ()) -> str:
+        """A weight of [HIDDEN], or [*shape, HIDDEN], away from 0."""
+        return self.const(np.random.default_rng(seed).uniform(0.5, 1.5, (*shape, HIDDEN)), dtype, name)
 
     def cast(self, value: str, dtype: str) -> str:
         return self.op("Cast", value, to=FLOAT[dtype])
@@ -59,10 +60,14 @@ class Graph:
     def cast_int32(self, value: str) -> str:
         return self.op("Cast", value, to=TensorProto.INT32)
 
+    def reduce(self, op_type: str, value: str, axis: int = -1) -> str:
+        """ReduceSum has its axes as an input in all opsets here, the others from opset 18 on."""
+        if self.opset < 18 and op_type != "ReduceSum":
+            return self.op(op_type, value, axes=[axis], keepdims=1)
+        return self.op(op_type, value, self.ints(axis), keepdims=1, noop_with_empty_axes=0)
+
     def mean(self, value: str, axis: int = -1) -> str:
-        if self.opset < 18:
-            return self.op("ReduceMean", value, axes=[axis], keepdims=1)
-        return self.op("ReduceMean", value, self.ints(axis), keepdims=1)
+        return self.reduce("ReduceMean", value, axis)
 
     def routed(self, **attributes: Any) -> str:
         """A captured finalize node: [T, H] out of gemm2_permuted, expert_weights and map, which are graph inputs."""
@@ -140,8 +145,16 @@ class NormForm:
     up: bool = False  # the arithmetic is in float32
     down: str = "none"  # "before" or "after" gamma
     gamma_dtype: str = ""  # the model's by default
+    mean: str = "ReduceMean"  # "SumDiv", "SumMul": a sum times 1/H; "SumSquare": ReduceSumSquare, divided by H
+    gamma_shape: str = ""  # "1H", "11H": stored so; "unsqueezed", "reshaped": brought to [1, H] by a node
+    view: bool = False  # reads [B*S, H], and its result goes back to [B, S, H]
+    wide_eps: bool = False  # the mean is widened to float32, and eps is added there
 
     def write(self, g: Graph, hidden: str, *, eps: float = 1e-5, seed: int = 5, rank: int = 3) -> str:
+        if self.view:
+            flat = g.op("Reshape", hidden, g.ints(-1, HIDDEN))
+            normal = replace(self, view=False).write(g, flat, eps=eps, seed=seed, rank=2)
+            return g.op("Reshape", normal, g.op("Shape", hidden), allowzero=1)
         x = g.cast(hidden, "float32") if self.up else hidden
         work = "float32" if self.up else g.dtype
         number = (lambda v: g.op("Constant", value=g_tensor(v, work))) if self.constant_nodes else None
@@ -149,9 +162,21 @@ class NormForm:
         def scalar(value: float) -> str:
             return number(value) if number else g.const(value, FLOAT[work])
 
-        square = g.op("Mul", x, x) if self.square == "Mul" else g.op("Pow", x, scalar(2.0))
-        mean = g.mean(square, rank - 1 if self.positive_axis else -1)
-        shifted = g.add(mean, scalar(eps), self.swap_eps)
+        axis = rank - 1 if self.positive_axis else -1
+        if self.mean == "SumSquare":
+            mean = g.op("Div", g.reduce("ReduceSumSquare", x, axis), scalar(HIDDEN))
+        else:
+            square = g.op("Mul", x, x) if self.square == "Mul" else g.op("Pow", x, scalar(2.0))
+            if self.mean == "ReduceMean":
+                mean = g.mean(square, axis)
+            elif self.mean == "SumDiv":
+                mean = g.op("Div", g.reduce("ReduceSum", square, axis), scalar(HIDDEN))
+            else:
+                mean = g.mul(scalar(1 / HIDDEN), g.reduce("ReduceSum", square, axis), self.swap_multiply)
+        if self.wide_eps:
+            shifted = g.cast(g.add(g.cast(mean, "float32"), g.const(eps, FLOAT["float32"]), self.swap_eps), work)
+        else:
+            shifted = g.add(mean, scalar(eps), self.swap_eps)
         if self.inverse == "Pow":
             normal = g.mul(x, g.op("Pow", shifted, scalar(-0.5)), self.swap_multiply)
         else:
@@ -164,7 +189,11 @@ class NormForm:
         if self.down == "before":
             normal = g.cast(normal, g.dtype)
         gamma_dtype = self.gamma_dtype or g.dtype
-        gamma = g.vector(seed, FLOAT[gamma_dtype])
+        gamma = g.vector(seed, FLOAT[gamma_dtype], shape=self.gamma_shape.count("1") * [1])
+        if self.gamma_shape == "unsqueezed":
+            gamma = g.op("Unsqueeze", gamma, g.ints(0))
+        elif self.gamma_shape == "reshaped":
+            gamma = g.op("Reshape", gamma, g.ints(1, -1))
         multiply_in = g.dtype if self.down == "before" or not self.up else "float32"
         if gamma_dtype != multiply_in:
             gamma = g.cast(gamma, multiply_in)
