@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from moetrt.errors import InputError
-
-_FIRST_STABLE_OPSET = 18
-"""From here on onnxscript's converter knows what changed; before it, axes became inputs one operator after another."""
 
 
 def normalise_domains(model: ir.Model) -> None:
@@ -33,8 +31,8 @@ def inline_functions(model: ir.Model) -> list[str]:
     """Inlines the model-local functions, nested ones too.
 
     Functions that stay: the bodies of other plugins' nodes (those with ``plugin_version`` or ``plugin_namespace``),
-    whose readers look for the node; functions that are given a graph as an attribute; and those written for a version
-    of the standard operators that cannot be converted to the model's.
+    whose readers look for the node; functions that are given a graph as an attribute; and those written for another
+    version of an operator than the model's (onnx.checker takes no such file).
 
     Returns:
         what the user should know, one line each; empty where there was nothing to inline.
@@ -46,10 +44,12 @@ def inline_functions(model: ir.Model) -> list[str]:
         return []
     kept = _called_as_plugins(model)
     notes: list[str] = []
+    imports = dict(model.graph.opset_imports)
     for identifier, function in model.functions.items():
-        if identifier not in kept and (problem := _convert(function, model)) is not None:
+        problem = None if identifier in kept else _adopt_versions(function, imports)
+        if problem is not None:
             kept.add(identifier)
-            notes.append(f"function '{function.name}' was not looked into: {problem}")
+            notes.append(f"function '{function.name}' was not looked into: {problem}; export both with one opset")
     before = len(model.functions)
     try:
         InlinePass(criteria=lambda function: function.identifier() not in kept)(model)
@@ -79,20 +79,27 @@ def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
         yield from ir.traversal.RecursiveGraphIterator(holder)
 
 
-def _convert(function: ir.Function, model: ir.Model) -> str | None:
-    """Brings the function to the model's version of the standard operators; in words, why that cannot be done."""
-    mine, wanted = function.opset_imports.get(""), model.graph.opset_imports.get("")
-    if mine is None or wanted is None or mine == wanted:
-        return None
-    said = f"it is written for opset {mine}, the model for {wanted}"
-    if mine < _FIRST_STABLE_OPSET or mine > wanted:
-        return f"{said}; export both with one opset"
-    from onnxscript.version_converter import convert_version
-
-    try:
-        # The converter takes models; it changes the function's own graph.
-        convert_version(ir.Model(function.graph, ir_version=model.ir_version), wanted)
-    except Exception as error:  # the converter's own errors have no common base
-        return f"{said}, and cannot be converted ({' '.join(str(error).split())}); export both with one opset"
-    function.opset_imports[""] = wanted
+def _adopt_versions(function: ir.Function, imports: dict[str, int]) -> str | None:
+    """Lets the function import what the model imports, as the inliner wants it; in words, why that changes it."""
+    for domain, mine in function.opset_imports.items():
+        wanted = imports.setdefault(domain, mine)
+        if mine == wanted:
+            continue
+        changed = next((op for op in _operators(function, domain) if _differs(op, domain, mine, wanted)), None)
+        if changed is not None:
+            return f"its {changed} is that of opset {mine}, the model's of {wanted}"
+        function.opset_imports[domain] = wanted
     return None
+
+
+def _operators(function: ir.Function, domain: str) -> Iterator[str]:
+    return (node.op_type for node in ir.traversal.RecursiveGraphIterator(function) if node.domain == domain)
+
+
+def _differs(op_type: str, domain: str, one: int, other: int) -> bool:
+    """Whether an operator is another one in another version of its domain, as far as onnx knows it."""
+    try:
+        first, second = (onnx.defs.get_schema(op_type, version, domain).since_version for version in (one, other))
+    except onnx.defs.SchemaError:
+        return True
+    return bool(first != second)

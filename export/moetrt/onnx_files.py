@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +116,7 @@ def _check_opset(proto: onnx.ModelProto, source: Path) -> None:
 
 
 def _name_standard_domain(proto: onnx.ModelProto, source: Path) -> None:
-    """Imports the standard operators as "" where they are imported as "ai.onnx", which the checker does not take."""
+    """Spells the standard operators' domain "" where it is "ai.onnx": onnx.checker does not take one for the other."""
     holders: list[Any] = [proto, *proto.functions]
     for holder in holders:
         versions = sorted({opset.version for opset in holder.opset_import if opset.domain in ("", "ai.onnx")})
@@ -126,6 +126,17 @@ def _name_standard_domain(proto: onnx.ModelProto, source: Path) -> None:
         for opset in holder.opset_import:
             if opset.domain == "ai.onnx":
                 opset.domain = ""
+    for nodes in (proto.graph.node, *(function.node for function in proto.functions)):
+        _name_domain_of(nodes)
+
+
+def _name_domain_of(nodes: Iterable[onnx.NodeProto]) -> None:
+    for node in nodes:
+        if node.domain == "ai.onnx":
+            node.domain = ""
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                _name_domain_of(inner.node)
 
 
 def _check_external_fields(proto: onnx.ModelProto, source: Path) -> None:
