@@ -1,7 +1,7 @@
 """Every MoE tail of an ONNX graph becomes one plugin node, or is listed with the reason why not."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,11 +22,11 @@ from moetrt.onnx_op import (
     read_attributes,
     remove_functions,
 )
-from moetrt.segments import captured, gather
+from moetrt.segments.forms import seed_at
 from moetrt.segments.growth import Tail, grow
 from moetrt.segments.reading import dims, named
 from moetrt.segments.rms_norm import RmsNorm
-from moetrt.segments.tail import Operand, Seed, Term
+from moetrt.segments.tail import Operand, Seed, Term, Write, written
 from moetrt.shapes import fill_in_shapes
 from moetrt.spec import (
     DOMAIN,
@@ -203,7 +203,7 @@ class _Mapper:
             _write_plugin_attributes(node)
             self.sites.append(_site(node, [], MAPPED_FORM, True, None))
             return
-        seed = captured.seed_at(node) or gather.seed_at(node)
+        seed = seed_at(node)
         if seed is None:
             return
         if seed.problem is not None:
@@ -273,7 +273,7 @@ class _Mapper:
         assert isinstance(graph, ir.Graph)
         name = self._unique_name("/".join(filter(None, (_scope(seed.node), spec.name))))
         added: list[ir.Node] = []
-        inputs = {key: _prepare(operand, f"{name}/{key}", added) for key, operand in operands.items()}
+        inputs = {key: written(operand, _writer(f"{name}/{key}", added)) for key, operand in operands.items()}
         try:
             node = make_node(spec, inputs, attributes, name=name)
         except MoetrtError:
@@ -336,29 +336,25 @@ def _term_operands(term: Term | None) -> dict[str, Operand]:
     return {"shared_output": term.operand} | ({"shared_gate": term.gate} if term.gate is not None else {})
 
 
-def _prepare(operand: Operand, name: str, added: list[ir.Node]) -> ir.Value:
-    """The operand's value, after the nodes that give it the dtype and shape that the operator takes."""
-    value = operand.value
-    if operand.reshape_to is not None:
-        sizes = ir.tensor(list(operand.reshape_to), dtype=ir.DataType.INT64)
-        shape = _add_node(added, "Constant", [], {"value": sizes}, f"{name}_shape")
-        value = _add_node(added, "Reshape", [value, shape], {}, f"{name}_reshape")
-        value.type = operand.value.type
-        value.shape = ir.Shape([None if size == -1 else size for size in operand.reshape_to])
-    if operand.cast_to is not None:
-        before = value
-        value = _add_node(added, "Cast", [value], {"to": operand.cast_to}, f"{name}_cast")
-        value.dtype, value.shape = operand.cast_to, before.shape
-    return value
+def _writer(name: str, added: list[ir.Node]) -> Write:
+    """What puts nodes into ``added``, each with a name of its own that begins with ``name``."""
 
+    def write(
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        attributes: Mapping[str, Any],
+        dtype: ir.DataType | None,
+        sizes: Sequence[int | str | None],
+    ) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes, name=f"{name}/{op_type}_{len(added)}")
+        output = node.outputs[0]
+        output.name, output.shape = node.name, ir.Shape(sizes)
+        if dtype is not None:
+            output.dtype = dtype
+        added.append(node)
+        return output
 
-def _add_node(
-    added: list[ir.Node], op_type: str, inputs: list[ir.Value], attributes: dict[str, Any], name: str
-) -> ir.Value:
-    node = ir.node(op_type, inputs, attributes, name=name)
-    node.outputs[0].name = name
-    added.append(node)
-    return node.outputs[0]
+    return write
 
 
 def _reshaped(output: ir.Value, shape_nodes: list[ir.Node], added: list[ir.Node]) -> ir.Value:

@@ -24,6 +24,33 @@ def fill_in_shapes(model: ir.Model) -> None:
     finally:
         remove_functions(model)
     _fill(model.graph, proto.graph)
+    _fill_symbols(model)
+
+
+def _fill_symbols(model: ir.Model) -> None:
+    """Gives what TorchScript computed from shapes the dimensions that ONNX Runtime's symbolic inference finds.
+
+    onnx's own inference knows no "2*T", which is what a view of [T*K, H] as [T, K, H] takes.
+    """
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    if not any(_has_unknown(value) for value in values.values()):
+        return
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+    try:
+        proto = SymbolicShapeInference.infer_shapes(without_external_data(ir.to_proto(model)), auto_merge=True)
+    except Exception:  # it raises plain Exceptions, and whatever its handlers run into: the shapes stay unknown
+        return
+    for info in proto.graph.value_info:
+        value = values.get(info.name)
+        if value is not None and _has_unknown(value):
+            value.shape = ir.from_proto(info).shape or value.shape
+
+
+def _has_unknown(value: ir.Value) -> bool:
+    return value.shape is None or any(
+        not isinstance(size, int) and (size.value is None or size.value.startswith("unk__")) for size in value.shape
+    )
 
 
 def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:

@@ -1,413 +1,211 @@
-"""The contract's own form in plain ONNX: Gather rows by the map, mask -1, multiply by the weights, sum over k."""
+"""A finalize that sums over an axis: rows that a map picks, one row a route in order, or every expert's rows."""
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import (
-    FLOAT_DTYPES,
-    axes,
-    before_upcast,
-    cast_source,
-    dim,
-    dims,
-    input_of,
-    is_constant,
-    is_op,
-    named,
-    rank,
-    scalar,
-    sole_reader,
+from moetrt.segments.combine import Combine, combine_of
+from moetrt.segments.indices import is_permutation
+from moetrt.segments.maps import dense_map, inverse_map, inverted, route_numbers
+from moetrt.segments.reading import before_upcast, dim, dims, is_op, named, rank
+from moetrt.segments.routers import is_routed
+from moetrt.segments.routes import (
+    Found,
+    NotThis,
+    PerRoute,
+    Rows,
+    are_rows,
+    given,
+    index_of,
+    never_negative,
+    picked_seed,
+    strip,
+    walk_back,
+    weighted_seed,
+    without_reshapes,
 )
+from moetrt.segments.sums import Sum, sum_of
 from moetrt.segments.tail import Operand, Seed
 
 FORM = "gather"
+ROUTE_FORM = "rows by route"
+ONE_HOT_FORM = "one-hot"
+DENSE_FORM = "all experts"
 
-_RESHAPES = ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity")
-_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
-
-
-@dataclass
-class _Found:
-    """What the walk back from the sum has met."""
-
-    masks: list[ir.Value] = field(default_factory=list)
-    weights: list[ir.Value] = field(default_factory=list)
-    scale: float = 1.0
-
-
-class _NotThis(Exception):
-    """The nodes are something else."""
+MOST_ROUTES = 64
+"""K from which a sum is taken for something else than one over a token's experts."""
 
 
 def seed_at(node: ir.Node) -> Seed | None:
     """The seed whose sum over k ``node`` is, or None."""
+    if not is_op(node, "ReduceSum", "Einsum", "MatMul"):
+        return None
     try:
-        return _seed(node)
-    except _NotThis:
+        return _by_matrix(node) or _by_sum(node)
+    except NotThis:
         return None
 
 
-def _seed(node: ir.Node) -> Seed | None:
-    found = _Found()
-    if is_op(node, "ReduceSum"):
-        if axes(node, []) not in ([1], [-2]) or node.attributes.get_int("keepdims", 1) != 0:
-            return None
-        routes, end = _given(node.inputs[0]), node
-    elif is_op(node, "Einsum"):
-        routes, end = _einsum(node, found), node
-    elif is_op(node, "MatMul"):
-        routes, end = _matmul(node, found)
-    else:
+def _by_sum(node: ir.Node) -> Seed | None:
+    total = sum_of(node)
+    if total is None:
         return None
-    if rank(routes) != 3:
+    found = total.found
+    if rank(total.routes) != 3:
         return None
-    top_k, width = dim(routes, 1), dim(routes, 2)
-    rows, index = _walk_back(routes, found)
+    rows = walk_back(total.routes, found)
+    if rows.value is None or not (found.weights or found.masks or rows.index):
+        # A combine matrix is no sum of rows; the product that reads it is.
+        return None
+    data = before_upcast(rows.value)
+    if dim(data, -1) != dim(total.routes, -1):
+        return None
+    if rows.index is not None:
+        return _picked(total, data, rows)
+    if rows.order is not None:
+        return _put_back(total, data, rows)
+    return _in_order(total, data, rows)
+
+
+def _picked(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
+    found = total.found
+    if not are_rows(data, 2) or rows.index is None:
+        return None
+    base, _ = index_of(rows.index, rows.value, found)
+    order = inverted(base.value)
+    if order is not None and not found.weights and not found.masks:
+        weighted = _weights_before(data, order, base.k_first, found)
+        if weighted is not None:
+            data = weighted
     if not found.weights and not found.masks:
         return None
-    return _assemble(end, rows, index, found, top_k, width)
+    return picked_seed(FORM, total.end, data, rows.index, found, only_read=rows.value)
 
 
-def _given(value: ir.Value | None) -> ir.Value:
-    if value is None:
-        raise _NotThis
-    return value
-
-
-def _einsum(node: ir.Node, found: _Found) -> ir.Value:
-    """``tk,tkh->th``, in any letters and either order."""
-    left, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != 2 or len(result) != 2:
-        raise _NotThis
-    wide = 0 if len(terms[0]) == 3 else 1
-    routes, factor = terms[wide], terms[1 - wide]
-    if len(set(routes)) != 3 or factor != routes[:2] or result != routes[0] + routes[2]:
-        raise _NotThis
-    _factor(_given(node.inputs[1 - wide]), found)
-    return _given(node.inputs[wide])
-
-
-def _matmul(node: ir.Node, found: _Found) -> tuple[ir.Value, ir.Node]:
-    """``[T, 1, K] @ [T, K, H]``, then a Squeeze of the 1."""
-    weights, routes = _given(node.inputs[0]), _given(node.inputs[1])
-    squeeze = sole_reader(node.outputs[0])
-    if rank(weights) != 3 or rank(routes) != 3 or dim(weights, 1) != 1 or squeeze is None:
-        raise _NotThis
-    if not is_op(squeeze, "Squeeze", "Reshape") or rank(squeeze.outputs[0]) != 2:
-        raise _NotThis
-    if dim(squeeze.outputs[0], -1) != dim(routes, -1):
-        raise _NotThis
-    _factor(weights, found)
-    return routes, squeeze
-
-
-def _walk_back(value: ir.Value, found: _Found) -> tuple[ir.Value, ir.Value]:
-    """From the products to the Gather: its rows and its indices."""
-    while True:
-        node = value.producer()
-        if node is None:
-            raise _NotThis
-        if is_op(node, "Gather"):
-            if node.attributes.get_int("axis", 0) != 0:
-                raise _NotThis
-            return _given(node.inputs[0]), _given(node.inputs[1])
-        if is_op(node, "GatherND"):
-            index = _given(node.inputs[1])
-            if node.attributes.get_int("batch_dims", 0) != 0 or dim(index, -1) != 1:
-                raise _NotThis
-            return _given(node.inputs[0]), index
-        if is_op(node, "Cast", "Identity"):
-            value = _given(node.inputs[0])
-        elif is_op(node, "Reshape"):
-            before = _given(node.inputs[0])
-            if rank(before) != 2 or rank(value) != 3 or dim(before, -1) != dim(value, -1):
-                raise _NotThis
-            value = before
-        elif is_op(node, "Mul"):
-            value = _take_factor(node, value, found)
-        elif is_op(node, "Where"):
-            value = _take_mask(node, found)
-        else:
-            raise _NotThis
-
-
-def _take_factor(node: ir.Node, product: ir.Value, found: _Found) -> ir.Value:
-    """Splits a product into its rows and what multiplies each row."""
-    for index in (0, 1):
-        factor, routes = node.inputs[index], node.inputs[1 - index]
-        if factor is None or routes is None or rank(routes) != rank(product):
-            continue
-        if dim(routes, -1) != dim(product, -1):
-            continue
-        number = scalar(factor)
-        if number and dims(routes) == dims(product):
-            found.scale *= number
-            return routes
-        factor = _once_per_route(factor)
-        if _is_per_route(factor, product):
-            _factor(factor, found)
-            return routes
-    raise _NotThis
-
-
-def _once_per_route(factor: ir.Value) -> ir.Value:
-    """``factor`` before it was repeated along the columns."""
-    node = factor.producer()
-    if node is None or not is_op(node, "Expand"):
-        return factor
-    source = _given(node.inputs[0])
-    return source if rank(source) == rank(factor) and dim(source, -1) == 1 else factor
-
-
-def _is_per_route(factor: ir.Value, product: ir.Value) -> bool:
-    """Whether ``factor`` has one number a route: the shape of the product with a last dimension of 1."""
-    shape, whole = dims(factor), dims(product)
-    if shape is None or whole is None or len(shape) != len(whole) or shape[-1] != 1:
-        return False
-    return all(have != 1 or want == 1 for have, want in zip(shape[:-1], whole[:-1], strict=True))
-
-
-def _take_mask(node: ir.Node, found: _Found) -> ir.Value:
-    condition, kept = _given(node.inputs[0]), _split_where(node)
-    if rank(condition) != rank(kept) or dim(condition, -1) != 1:
-        raise _NotThis
-    found.masks.append(_mask(condition, kept is node.inputs[1]))
-    return kept
-
-
-def _split_where(node: ir.Node) -> ir.Value:
-    """What a Where keeps; the other operand is 0."""
-    for index in (1, 2):
-        if scalar(node.inputs[index]) == 0:
-            return _given(node.inputs[3 - index])
-    raise _NotThis
-
-
-def _factor(value: ir.Value, found: _Found) -> None:
-    """Splits what multiplies the rows into weights and masks."""
-    value = _without_reshapes(value)
-    node = value.producer()
-    source = node.inputs[0] if node is not None and is_op(node, "Cast") else None
-    if source is not None and source.dtype == ir.DataType.BOOL:
-        found.masks.append(_mask(source, True))
-    elif source is not None and before_upcast(value) is source:
-        _factor(source, found)
-    elif node is not None and is_op(node, "Where") and _is_masking(node):
-        kept = _split_where(node)
-        found.masks.append(_mask(_given(node.inputs[0]), kept is node.inputs[1]))
-        _factor(kept, found)
-    elif node is not None and is_op(node, "Mul") and any(_is_bool_cast(operand) for operand in node.inputs):
-        for operand in node.inputs:
-            _factor(_given(operand), found)
-    else:
-        found.weights.append(value)
-
-
-def _is_masking(node: ir.Node) -> bool:
-    try:
-        _mask(_given(node.inputs[0]), _split_where(node) is node.inputs[1])
-    except _NotThis:
-        return False
-    return True
-
-
-def _is_bool_cast(value: ir.Value | None) -> bool:
-    if value is None:
-        return False
-    node = _without_reshapes(value).producer()
-    return node is not None and is_op(node, "Cast") and _given(node.inputs[0]).dtype == ir.DataType.BOOL
-
-
-def _without_reshapes(value: ir.Value) -> ir.Value:
-    """``value`` before it was given further dimensions of 1, or flattened."""
-    while (source := _before_reshape(value)) is not None:
-        value = source
-    return value
-
-
-def _before_reshape(value: ir.Value) -> ir.Value | None:
-    """What a node makes ``value`` from in another shape, the elements and their order as they were."""
-    node = value.producer()
-    return node.inputs[0] if node is not None and is_op(node, *_RESHAPES) else None
-
-
-def _mask(condition: ir.Value, keeps: bool) -> ir.Value:
-    """The map whose entries of 0 and more ``condition`` keeps; ``keeps`` False: whose -1 it names."""
-    condition = _without_reshapes(condition)
-    node = condition.producer()
-    if node is None:
-        raise _NotThis
-    if is_op(node, "Not"):
-        return _mask(_given(node.inputs[0]), not keeps)
-    if len(node.inputs) != 2:
-        raise _NotThis
-    first, second = scalar(node.inputs[0]), scalar(node.inputs[1])
-    kept = {
-        ("GreaterOrEqual", None, 0.0): True,
-        ("Greater", None, -1.0): True,
-        ("LessOrEqual", 0.0, None): True,
-        ("Less", -1.0, None): True,
-        ("Less", None, 0.0): False,
-        ("LessOrEqual", None, -1.0): False,
-        ("Greater", 0.0, None): False,
-        ("GreaterOrEqual", -1.0, None): False,
-        ("Equal", None, -1.0): False,
-        ("Equal", -1.0, None): False,
-    }.get((node.op_type, first, second))
-    if kept is None or kept is not keeps:
-        raise _NotThis
-    return _map_base(_given(node.inputs[0] if first is None else node.inputs[1]))
-
-
-def _map_base(value: ir.Value) -> ir.Value:
-    """The map before it was widened or reshaped."""
-    while (source := cast_source(value) or _before_reshape(value)) is not None and source.dtype in _INTEGERS:
-        value = source
-    return value
-
-
-def _index(value: ir.Value, rows: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-    """The map behind the indices of a Gather, and the clamped map, where it is clamped to 0 and more."""
-    clamped: ir.Value | None = None
-    while True:
-        value = _map_base(value)
-        node = value.producer()
-        if node is None:
-            return value, clamped
-        operands = [operand for operand in node.inputs if operand is not None]
-        kept: ir.Value | None = None
-        if is_op(node, "Clip") and scalar(input_of(node, 1)) == 0:
-            upper = input_of(node, 2)
-            kept = operands[0] if upper is None or _is_last_row(upper, rows) else None
-        elif is_op(node, "Max") and len(operands) == 2:
-            kept = next((operands[1 - i] for i in (0, 1) if scalar(operands[i]) == 0), None)
-        elif is_op(node, "Where"):
-            kept = _masked_index(node)
-        elif is_op(node, "Min") and len(operands) == 2:
-            # An upper bound of R - 1 changes only entries that the contract does not allow.
-            below = next((operands[1 - i] for i in (0, 1) if _is_last_row(operands[i], rows)), None)
-            if below is None:
-                return value, clamped
-            value = below
-            continue
-        if kept is None:
-            return value, clamped
-        clamped = clamped or value
-        value = kept
-
-
-def _is_last_row(bound: ir.Value, rows: ir.Value) -> bool:
-    """Whether ``bound`` is R - 1 or more."""
-    number, count = scalar(bound), dim(rows, 0)
-    if number is not None:
-        return isinstance(count, int) and number >= count - 1
-    less = _map_base(bound).producer()
-    if not is_op(less, "Sub") or less is None or scalar(less.inputs[1]) != 1:
-        return False
-    source = _map_base(_given(less.inputs[0])).producer()
-    if source is None or not is_op(source, "Shape", "Gather"):
-        return False
-    if is_op(source, "Gather"):
-        if scalar(source.inputs[1]) != 0:
-            return False
-        source = _given(source.inputs[0]).producer()
-    if source is None or not is_op(source, "Shape") or source.attributes.get_int("start", 0) != 0:
-        return False
-    return before_upcast(_given(source.inputs[0])) is before_upcast(rows)
-
-
-def _masked_index(node: ir.Node) -> ir.Value | None:
-    """The map in ``where(map >= 0, map, a row)``."""
-    for index in (1, 2):
-        fill = scalar(node.inputs[index])
-        if fill is not None and fill >= 0:
-            kept = _given(node.inputs[3 - index])
-            try:
-                base = _mask(_given(node.inputs[0]), index == 2)
-            except _NotThis:
-                return None
-            return kept if base is _map_base(kept) else None
-    return None
-
-
-def _never_negative(value: ir.Value) -> bool:
-    """Whether the graph shows that a map without a mask holds no -1: sorting gives it, or scattering of a range."""
-    value = _map_base(value)
-    number = scalar(value)
-    node = value.producer()
-    if number is not None or node is None:
-        return number is not None and number >= 0
-    if is_op(node, "TopK"):
-        return value is node.outputs[1]
-    if is_op(node, "Range"):
-        start, step = scalar(node.inputs[0]), scalar(node.inputs[2])
-        return start is not None and step is not None and start >= 0 and step > 0
-    if is_op(node, "Gather", "GatherElements", "GatherND", "Expand"):
-        return _never_negative(_given(node.inputs[0]))
-    if is_op(node, "ScatterElements", "ScatterND"):
-        return all(_never_negative(_given(node.inputs[index])) for index in (0, 2))
-    return False
-
-
-def _assemble(
-    end: ir.Node,
-    rows: ir.Value,
-    index: ir.Value,
-    found: _Found,
-    top_k: int | str | None,
-    width: int | str | None,
-) -> Seed | None:
-    narrow = before_upcast(rows)
-    if is_constant(narrow) or rank(narrow) != 2 or narrow.dtype not in FLOAT_DTYPES or dim(narrow, -1) != width:
-        # A table of embeddings, or no rows at all.
+def _weights_before(data: ir.Value, order: ir.Value, k_first: bool, found: Found) -> ir.Value | None:
+    """The rows before they were multiplied by weights that lie in the rows' own order."""
+    inner = Found(found.top_k)
+    unweighted = walk_back(data, inner)
+    if unweighted.value is None or unweighted.index is not None or unweighted.order is not None:
         return None
-    base, clamped = _index(index, rows)
-    problem: str | None = None
-    if any(mask is not base for mask in found.masks):
-        problem = f"the mask of {named(end)} is made from another value than the map '{base.name}'"
-    elif not found.masks and clamped is None and not _never_negative(base):
+    if len(inner.weights) != 1 or inner.masks:
+        return None
+    weights = sorted_source(inner.weights[0].value, order)
+    rows = before_upcast(unweighted.value)
+    if weights is None or not are_rows(rows, 2):
+        return None
+    found.weights.append(strip(PerRoute(weights, k_first), found))
+    found.scale *= inner.scale
+    return rows
+
+
+def sorted_source(value: ir.Value, order: ir.Value) -> ir.Value | None:
+    """What ``value`` was before it was sorted by ``order``; None where it was not."""
+    value = without_reshapes(value)
+    node = value.producer()
+    while node is not None and is_op(node, "Cast") and before_upcast(value) is not value:
+        value = without_reshapes(given(node.inputs[0]))
+        node = value.producer()
+    if node is None or not is_op(node, "Gather", "GatherND", "GatherElements"):
+        return None
+    source = given(node.inputs[0])
+    flat = [size for size in dims(source) or [] if size != 1]
+    by = strip(PerRoute(given(node.inputs[1])), Found(top_k=-1)).value
+    return source if by is order and len(flat) == 1 and node.attributes.get_int("axis", 0) == 0 else None
+
+
+def _put_back(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
+    """Rows that were scattered back into the routes' order."""
+    found, order = total.found, rows.order
+    if order is None or not are_rows(data, 2) or not found.weights:
+        return None
+    problem = None
+    order = strip(PerRoute(order), Found(top_k=-1)).value
+    if not is_permutation(order):
         problem = (
-            f"entries of -1 in the map '{base.name}' would read the last row: mask them "
-            "(torch.where(map >= 0, rows, 0)), or clamp the map"
+            f"the rows are put in the routes' order by '{order.name}', and the graph does not show that this names "
+            "each route once: make it by torch.argsort"
         )
-    elif len(found.weights) > 1:
-        names = ", ".join(f"'{weight.name}'" for weight in found.weights)
-        problem = f"the rows are multiplied by more than one factor ({names}): multiply these first"
-    # Where nothing masks, the clamp decides which row an entry of -1 reads.
-    entries = base if found.masks or clamped is None else clamped
-    operands: dict[str, Operand] = {"gemm2_permuted": Operand(narrow)}
-    weights = found.weights[0] if found.weights else None
-    for name, value in (("expert_weights", weights), ("expanded_idx_to_permuted_idx", entries)):
-        if value is None:
-            continue
-        operand, complaint = _per_route_operand(value, top_k)
-        problem = problem or complaint
-        operands[name] = operand
-    if weights is None:
-        # Not read where the attribute is 0, but it gives T and K.
-        like = operands["expanded_idx_to_permuted_idx"]
-        operands["expert_weights"] = Operand(like.value, ir.DataType.FLOAT, like.reshape_to)
-    elif weights.dtype not in (narrow.dtype, ir.DataType.FLOAT):
-        problem = problem or f"the weights '{weights.name}' are {weights.dtype}; the rows are {narrow.dtype}"
-    ordered = {name: operands[name] for name in ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")}
-    return Seed(
-        form=FORM,
-        node=end,
-        value=end.outputs[0],
-        operands=ordered,
-        scale=found.scale,
-        apply_expert_weights=int(weights is not None),
-        problem=problem,
-    )
+    elif found.masks or rows.k_first or not isinstance(found.top_k, int):
+        problem = f"the rows of {named(total.end)} are put in the routes' order and then masked or transposed"
+    index = inverse_map(order, found.top_k) if isinstance(found.top_k, int) else None
+    return weighted_seed(ROUTE_FORM, total.end, data, found, index, problem)
 
 
-def _per_route_operand(value: ir.Value, top_k: int | str | None) -> tuple[Operand, str | None]:
-    """``value``, one number a route in the routes' order, as an operand of shape [T, K]; and what is wrong with it."""
-    cast = ir.DataType.INT32 if value.dtype == ir.DataType.INT64 else None
-    if rank(value) == 2 and dim(value, 1) == top_k:
-        return Operand(value, cast), None
-    if isinstance(top_k, int):
-        return Operand(value, cast, (-1, top_k)), None
-    return Operand(value, cast), f"'{value.name}' has shape {dims(value)}; [T, K] is taken where K is no number"
+def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
+    """Rows that nothing picks: one a route, or one an expert and token."""
+    found = total.found
+    width = dim(data, -1)
+    if not are_rows(data, 2, 3) or not found.weights or not isinstance(width, int):
+        return None
+    weights = found.weights[0]
+    if len(found.weights) == 1 and not found.masks:
+        matrix = strip(weights, found)
+        combine = combine_of(matrix.value) if not matrix.k_first and rank(matrix.value) == 2 else None
+        if combine is not None:
+            operand = Operand(data, reshape_to=(-1, width) if rank(data) == 3 else None)
+            return chosen_experts(total.end, operand, found, combine, tokens_last=rows.k_first)
+    top_k = found.top_k
+    routed = is_routed(weights.value)
+    # Rows of [T, K, H] may be anything that is pooled, unless a router chose the weights.
+    if not isinstance(top_k, int) or top_k > MOST_ROUTES or (rank(data) == 3 and not routed):
+        return None
+    problem = None
+    if found.masks:
+        problem = f"the rows of {named(total.end)} are masked by '{found.masks[0].value.name}', but not picked by it"
+    operand = Operand(data, reshape_to=(-1, width) if rank(data) == 3 else None)
+    index = route_numbers(weights, top_k) if rows.k_first else None
+    form = DENSE_FORM if rows.k_first and rank(data) == 3 else ROUTE_FORM
+    return weighted_seed(form, total.end, operand, found, index, problem)
+
+
+def chosen_experts(end: ir.Node, rows: Operand, weighted: Found, combine: Combine, *, tokens_last: bool) -> Seed | None:
+    """The seed of every expert's rows for every token and a combine matrix [T, E]: only the chosen rows are read.
+
+    Args:
+        end: the node that makes the sum.
+        rows: [E*T, H] or, not ``tokens_last``, [T*E, H].
+        weighted: what multiplies the rows; its K is E.
+        combine: the matrix.
+        tokens_last: whether the rows lie expert by expert.
+    """
+    experts = weighted.top_k
+    if not isinstance(experts, int):
+        return None
+    found = replace(combine.found, scale=combine.found.scale * weighted.scale)
+    base, clamped = index_of(combine.index, None, combine.found)
+    problem = combine.problem
+    if found.masks:
+        problem = problem or f"the weights of {named(end)} are masked: an expert of every route is taken here"
+    elif (combine.masked or clamped is None) and not never_negative(base.value):
+        problem = problem or (
+            f"entries of -1 in '{base.value.name}' would read another token's rows: clamp them (min=0), or let a TopK "
+            "choose them"
+        )
+    index = dense_map(clamped or base, experts, found.top_k, tokens_last=tokens_last)
+    return weighted_seed(DENSE_FORM, end, rows, found, index, problem)
+
+
+def _by_matrix(node: ir.Node) -> Seed | None:
+    """A combine matrix [T, R] times the rows [R, H]."""
+    if is_op(node, "MatMul"):
+        matrix, rows = given(node.inputs[0]), given(node.inputs[1])
+    elif is_op(node, "Einsum"):
+        left, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
+        terms = left.split(",")
+        if len(terms) != 2 or len(result) != 2 or any(len(term) != 2 for term in terms):
+            return None
+        first = 0 if terms[0][0] == result[0] else 1
+        if terms[first] + terms[1 - first] != result[0] + terms[first][1] * 2 + result[1]:
+            return None
+        matrix, rows = given(node.inputs[first]), given(node.inputs[1 - first])
+    else:
+        return None
+    rows = before_upcast(rows)
+    if rank(matrix) != 2 or not are_rows(rows, 2):
+        return None
+    combine = combine_of(matrix)
+    if combine is None:
+        return None
+    seed = picked_seed(ONE_HOT_FORM, node, rows, combine.index, combine.found, masked=combine.masked)
+    return replace(seed, problem=combine.problem) if combine.problem is not None else seed

@@ -1,17 +1,48 @@
 """What a segment is while it is found and grown: operands, scales, and the nodes between."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import onnx_ir as ir
+
+Write = Callable[
+    [str, Sequence[ir.Value], Mapping[str, Any], ir.DataType | None, Sequence[int | str | None]],
+    ir.Value,
+]
+"""Puts a node before the plugin node: its op type, inputs, attributes, and its output's dtype and dimensions."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An input of the plugin node: a value of the graph, and what must be done to it first."""
+    """An input of the plugin node: a value of the graph, and what must be done to it first.
+
+    Attributes:
+        value: of the graph; what the operand is made from, where it is made.
+        cast_to: the dtype that the plugin node gets.
+        reshape_to: the shape that it gets, before the cast.
+        make: writes the nodes that make the operand, before the reshape.
+    """
 
     value: ir.Value
     cast_to: ir.DataType | None = None
     reshape_to: tuple[int, ...] | None = None
+    make: Callable[[Write], ir.Value] | None = field(default=None, compare=False)
+
+
+def written(operand: Operand, write: Write) -> ir.Value:
+    """The operand's value, after the nodes that give it the dtype and shape that the operator takes."""
+    value = operand.value if operand.make is None else operand.make(write)
+    if operand.reshape_to is not None:
+        sizes = ir.tensor(list(operand.reshape_to), dtype=ir.DataType.INT64)
+        shape = write("Constant", [], {"value": sizes}, ir.DataType.INT64, [len(operand.reshape_to)])
+        known = [None if size == -1 else size for size in operand.reshape_to]
+        value = write("Reshape", [value, shape], {}, value.dtype, known)
+    if operand.cast_to is not None and value.dtype != operand.cast_to:
+        cast = write("Cast", [value], {"to": operand.cast_to}, operand.cast_to, [])
+        cast.shape = value.shape
+        value = cast
+    return value
 
 
 @dataclass

@@ -1,0 +1,87 @@
+"""Combine matrices: [T, N], one row a token, which holds its weights at the columns of its routes and 0 elsewhere."""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from moetrt.segments.reading import dim, is_op, rank, scalar
+from moetrt.segments.routes import Found, NotThis, PerRoute, given, strip, take_weights, walk_back
+from moetrt.segments.sums import sum_of
+
+
+@dataclass(frozen=True)
+class Combine:
+    """A combine matrix taken apart.
+
+    Attributes:
+        index: the column of each route.
+        found: the weights and masks of the routes.
+        masked: whether an entry of -1 has no column.
+        problem: why it is not the sum of its routes.
+    """
+
+    index: PerRoute
+    found: Found
+    masked: bool
+    problem: str | None = None
+
+
+def combine_of(matrix: ir.Value) -> Combine | None:
+    """The routes that the [T, N] ``matrix`` is made from; None where it is made in another way."""
+    try:
+        return _scattered(matrix) or _one_hot(matrix)
+    except NotThis:
+        return None
+
+
+def _scattered(matrix: ir.Value) -> Combine | None:
+    """``zeros(T, N).scatter(1, index, weights)``."""
+    node = matrix.producer()
+    while node is not None and is_op(node, "Cast", "Identity"):
+        matrix = given(node.inputs[0])
+        node = matrix.producer()
+    if node is None or not is_op(node, "ScatterElements") or rank(matrix) != 2:
+        return None
+    index, weights = given(node.inputs[1]), given(node.inputs[2])
+    if node.attributes.get_int("axis", 0) not in (1, -1) or scalar(node.inputs[0]) != 0 or rank(index) != 2:
+        return None
+    reduction = node.attributes.get_string("reduction", "none")
+    found = Found(top_k=dim(index, 1))
+    place = found.here(index)
+    take_weights(found.here(weights), found)
+    problem = None
+    if reduction not in ("add", "none"):
+        problem = f"'{matrix.name}' is scattered with reduction '{reduction}'; a sum of routes takes 'add'"
+    elif reduction == "none" and not _distinct(place, found):
+        problem = (
+            f"'{matrix.name}' is scattered by '{index.name}', whose entries may be equal for one token, and only the "
+            "last of these would count: use scatter_add"
+        )
+    return Combine(place, found, False, problem)
+
+
+def _distinct(place: PerRoute, found: Found) -> bool:
+    """Whether a token's entries differ from each other: a TopK along the experts chose them."""
+    value = strip(place, found).value
+    node = value.producer()
+    if node is None or not is_op(node, "TopK") or value is not node.outputs[1] or rank(value) != 2:
+        return False
+    return node.attributes.get_int("axis", -1) in (1, -1) and strip(place, found).k_first is False
+
+
+def _one_hot(matrix: ir.Value) -> Combine | None:
+    """The sum over k of ``one_hot(index) * weights``."""
+    node = matrix.producer()
+    while node is not None and is_op(node, "Cast", "Identity"):
+        matrix = given(node.inputs[0])
+        node = matrix.producer()
+    if node is not None and is_op(node, "Squeeze", "Reshape"):
+        node = given(node.inputs[0]).producer()
+    total = sum_of(node) if node is not None else None
+    if total is None or total.end.outputs[0] is not matrix:
+        return None
+    found = total.found
+    rows = walk_back(total.routes, found)
+    if rows.value is not None or rows.index is None or rank(total.routes) != 3:
+        return None
+    return Combine(rows.index, found, rows.masked)

@@ -1,0 +1,645 @@
+"""From a sum over a token's routes back to the rows: what multiplies, masks and picks the rows on the way.
+
+A route is (token, k). Values that hold one number a route are followed in either layout: [T, K] or [K, T], flat or not.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+
+from moetrt.segments.reading import (
+    FLOAT_DTYPES,
+    axes,
+    before_upcast,
+    constant,
+    dim,
+    dims,
+    input_of,
+    ints,
+    is_constant,
+    is_op,
+    named,
+    rank,
+    scalar,
+    sole_reader,
+)
+from moetrt.segments.tail import Operand, Seed, Write
+
+INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
+
+_RESHAPES = ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity")
+
+
+class NotThis(Exception):
+    """The nodes are something else."""
+
+
+def given(value: ir.Value | None) -> ir.Value:
+    """``value``, which must be there.
+
+    Raises:
+        NotThis: it is None.
+    """
+    if value is None:
+        raise NotThis
+    return value
+
+
+@dataclass(frozen=True)
+class PerRoute:
+    """A value with one number a route, and how its elements lie.
+
+    Attributes:
+        k_first: the elements lie as [K, T] rather than [T, K].
+        column: the k that was selected on the way here, in a sum that the graph writes term by term.
+    """
+
+    value: ir.Value
+    k_first: bool = False
+    column: int | None = None
+
+
+@dataclass
+class Found:
+    """What the walk back from the sum has met.
+
+    Attributes:
+        top_k: K; a symbol or None where it is no number.
+        k_first: the layout of the value that the walk stands at.
+        by_column: whether the walk goes back from one term, which holds one route of each token.
+    """
+
+    top_k: int | str | None = None
+    k_first: bool = False
+    by_column: bool = False
+    masks: list[PerRoute] = field(default_factory=list)
+    weights: list[PerRoute] = field(default_factory=list)
+    scale: float = 1.0
+
+    def here(self, value: ir.Value) -> PerRoute:
+        return PerRoute(value, self.k_first)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a walk back from the products ended.
+
+    Attributes:
+        value: the rows, [R, H]; [T, K, H] or [K, T, H] where nothing picks them; None for a one-hot matrix.
+        index: the numbers of the rows; None where the rows lie in the routes' own order.
+        k_first: the layout of rows that nothing picks.
+        order: the numbers of the routes that the rows were put back to, a permutation.
+        masked: whether an index that names no row (-1) gives zeros.
+    """
+
+    value: ir.Value | None
+    index: PerRoute | None = None
+    k_first: bool = False
+    order: ir.Value | None = None
+    masked: bool = False
+
+
+def walk_back(value: ir.Value, found: Found) -> Rows:
+    """From the products to the rows.
+
+    Raises:
+        NotThis: a node on the way is no part of a finalize.
+    """
+    unpicked: ir.Value | None = None
+    while True:
+        node = value.producer()
+        source = node.inputs[0] if node is not None and node.inputs else None
+        if node is None or source is None:
+            return Rows(unpicked or value, k_first=found.k_first)
+        picked = _picked(node, value, found)
+        if picked is not None:
+            return picked
+        if is_op(node, "Cast"):
+            if before_upcast(value) is value and unpicked is None:
+                # Rows that nothing picks are taken with the dtype that the products have.
+                unpicked = value
+            value = source
+            continue
+        if _is_view(node, source, value):
+            value = source
+        elif is_op(node, "Mul") and (routes := _take_factor(node, value, found)) is not None:
+            value = routes
+        elif is_op(node, "Where") and (kept := _take_mask(node, found)) is not None:
+            value = kept
+        elif is_op(node, "Transpose") and rank(value) == 3 and permutation_of(node) == [1, 0, 2]:
+            found.k_first = not found.k_first
+            value = source
+        else:
+            return Rows(unpicked or value, k_first=found.k_first)
+        unpicked = None
+
+
+def _is_view(node: ir.Node, source: ir.Value, value: ir.Value) -> bool:
+    """Whether ``value`` has the rows of ``source`` in their order, each once."""
+    if is_op(node, "Identity"):
+        return True
+    if is_op(node, "Reshape", "Unsqueeze"):
+        return (rank(source), rank(value)) == (2, 3) and _same_width(source, value)
+    # An Expand to the shape that its input has; one that repeats a single row has a 1 there.
+    return is_op(node, "Expand") and rank(source) == rank(value) and _same_width(source, value) and dim(source, 0) != 1
+
+
+def _same_width(one: ir.Value, other: ir.Value) -> bool:
+    width = dim(one, -1)
+    return width is not None and width == dim(other, -1)
+
+
+def permutation_of(node: ir.Node) -> list[int] | None:
+    """The order of the axes that a Transpose node gives; None where it reverses them."""
+    attribute = node.attributes.get("perm")
+    return [int(axis) for axis in attribute.as_ints()] if attribute is not None else None
+
+
+def _picked(node: ir.Node, value: ir.Value, found: Found) -> Rows | None:
+    """The rows and what picks them, where ``node`` does that."""
+    if is_op(node, "Gather") and node.attributes.get_int("axis", 0) == 0:
+        return Rows(given(node.inputs[0]), found.here(given(node.inputs[1])))
+    if is_op(node, "GatherND"):
+        index = given(node.inputs[1])
+        if node.attributes.get_int("batch_dims", 0) != 0 or dim(index, -1) != 1:
+            raise NotThis
+        return Rows(given(node.inputs[0]), found.here(index))
+    if is_op(node, "GatherElements") and node.attributes.get_int("axis", 0) == 0:
+        rows, index = given(node.inputs[0]), once_per_row(given(node.inputs[1]))
+        if dim(index, -1) != 1 or rank(rows) != 2 or not _same_width(rows, value):
+            raise NotThis
+        return Rows(rows, found.here(index))
+    if is_op(node, "ScatterND", "ScatterElements") and rank(value) == 2:
+        index, rows = given(node.inputs[1]), given(node.inputs[2])
+        if is_op(node, "ScatterElements"):
+            index = once_per_row(index) if node.attributes.get_int("axis", 0) == 0 else index
+        if dim(index, -1) != 1 or node.attributes.get_string("reduction", "none") != "none":
+            raise NotThis
+        expand = rows.producer()
+        if expand is not None and is_op(expand, "Expand") and rank(given(expand.inputs[0])) == 2:
+            rows = given(expand.inputs[0]) if _same_width(given(expand.inputs[0]), rows) else rows
+        return Rows(rows, order=without_reshapes(index), k_first=found.k_first)
+    if is_op(node, "OneHot"):
+        if node.attributes.get_int("axis", -1) not in (-1, (rank(value) or 0) - 1) or not _zero_and_one(node.inputs[2]):
+            raise NotThis
+        return Rows(None, found.here(given(node.inputs[0])))
+    if is_op(node, "Equal"):
+        return _equal_to_range(node, found)
+    return None
+
+
+def once_per_row(value: ir.Value) -> ir.Value:
+    """``value`` before it was repeated along the columns."""
+    node = value.producer()
+    if node is None or not is_op(node, "Expand"):
+        return value
+    source = given(node.inputs[0])
+    return source if rank(source) == rank(value) and dim(source, -1) == 1 else value
+
+
+def _zero_and_one(value: ir.Value | None) -> bool:
+    tensor = constant(value)
+    return tensor is not None and tensor.size == 2 and [float(number) for number in tensor.numpy().ravel()] == [0, 1]
+
+
+def _equal_to_range(node: ir.Node, found: Found) -> Rows:
+    """``index[..., None] == arange(R)``: a one-hot matrix in which an entry of -1 has no one."""
+    for position in (0, 1):
+        index, counted = given(node.inputs[position]), given(node.inputs[1 - position])
+        if dim(index, -1) == 1 and is_range(counted):
+            return Rows(None, found.here(index), masked=True)
+    raise NotThis
+
+
+def is_range(value: ir.Value) -> bool:
+    """Whether ``value`` holds 0, 1, 2, ... along its last dimension, and has no other."""
+    value = without_reshapes(value)
+    if any(size != 1 for size in (dims(value) or [None])[:-1]):
+        return False
+    tensor = constant(value)
+    if tensor is not None:
+        return (
+            tensor.dtype.is_integer()
+            and tensor.size <= 65536
+            and tensor.numpy().ravel().tolist() == list(range(tensor.size))
+        )
+    node = value.producer()
+    if node is not None and is_op(node, "Cast") and value.dtype in INTEGERS:
+        return is_range(given(node.inputs[0]))
+    return node is not None and is_op(node, "Range") and scalar(node.inputs[0]) == 0 and scalar(node.inputs[2]) == 1
+
+
+def _take_factor(node: ir.Node, product: ir.Value, found: Found) -> ir.Value | None:
+    """Splits a product into its rows and what multiplies each row; None where it is another product."""
+    for index in (0, 1):
+        factor, routes = node.inputs[index], node.inputs[1 - index]
+        if factor is None or routes is None or rank(routes) != rank(product) or not _same_width(routes, product):
+            continue
+        number = scalar(factor)
+        if number and dims(routes) == dims(product):
+            found.scale *= number
+            return routes
+        factor = once_per_row(factor)
+        if _is_per_route(factor, product):
+            take_weights(found.here(factor), found)
+            return routes
+    return None
+
+
+def _is_per_route(factor: ir.Value, product: ir.Value) -> bool:
+    """Whether ``factor`` has one number a route: the shape of the product with a last dimension of 1."""
+    shape, whole = dims(factor), dims(product)
+    if shape is None or whole is None or len(shape) != len(whole) or shape[-1] != 1:
+        return False
+    return all(have != 1 or want == 1 for have, want in zip(shape[:-1], whole[:-1], strict=True))
+
+
+def _take_mask(node: ir.Node, found: Found) -> ir.Value | None:
+    condition, kept = given(node.inputs[0]), _split_where(node)
+    if kept is None or rank(condition) != rank(kept) or dim(condition, -1) != 1:
+        return None
+    mask = _mask(found.here(condition), kept is node.inputs[1], found)
+    if mask is None:
+        return None
+    found.masks.append(mask)
+    return kept
+
+
+def _split_where(node: ir.Node) -> ir.Value | None:
+    """What a Where keeps, if the other operand is 0."""
+    for index in (1, 2):
+        if scalar(node.inputs[index]) == 0:
+            return node.inputs[3 - index]
+    return None
+
+
+def take_weights(place: PerRoute, found: Found) -> None:
+    """Splits what multiplies the rows into weights and masks."""
+    place = strip(place, found)
+    node = place.value.producer()
+    source = node.inputs[0] if node is not None and is_op(node, "Cast") else None
+    if source is not None and source.dtype == ir.DataType.BOOL:
+        mask = _mask(replace(place, value=source), True, found)
+        if mask is None:
+            raise NotThis
+        found.masks.append(mask)
+    elif source is not None and before_upcast(place.value) is source:
+        take_weights(replace(place, value=source), found)
+    elif node is not None and is_op(node, "Where") and (kept := _split_where(node)) is not None:
+        mask = _mask(replace(place, value=given(node.inputs[0])), kept is node.inputs[1], found)
+        if mask is None:
+            found.weights.append(place)
+        else:
+            found.masks.append(mask)
+            take_weights(replace(place, value=kept), found)
+    elif node is not None and is_op(node, "Mul") and any(_is_bool_cast(operand) for operand in node.inputs):
+        for operand in node.inputs:
+            take_weights(replace(place, value=given(operand)), found)
+    else:
+        found.weights.append(place)
+
+
+def _is_bool_cast(value: ir.Value | None) -> bool:
+    if value is None:
+        return False
+    node = without_reshapes(value).producer()
+    return node is not None and is_op(node, "Cast") and given(node.inputs[0]).dtype == ir.DataType.BOOL
+
+
+def without_reshapes(value: ir.Value) -> ir.Value:
+    """``value`` before it was given further dimensions of 1, or flattened."""
+    while (node := value.producer()) is not None and is_op(node, *_RESHAPES):
+        value = given(node.inputs[0])
+    return value
+
+
+def strip(place: PerRoute, found: Found) -> PerRoute:
+    """The same numbers before they were reshaped, transposed, widened (integers) or, in a term, selected by k."""
+    while True:
+        value = place.value
+        node = value.producer()
+        source = node.inputs[0] if node is not None and node.inputs else None
+        if node is None or source is None:
+            return place
+        if is_op(node, *_RESHAPES) or (is_op(node, "Cast") and _keeps_numbers(source, value)):
+            place = replace(place, value=source)
+        elif is_op(node, "Transpose") and rank(source) == 2 and permutation_of(node) in ([1, 0], None):
+            if dim(source, 1 if place.k_first else 0) != found.top_k:
+                return place
+            place = replace(place, value=source, k_first=not place.k_first)
+        elif found.by_column and place.column is None and (selected := _selected(node, value, found)) is not None:
+            place = selected
+        else:
+            return place
+
+
+def _keeps_numbers(source: ir.Value, value: ir.Value) -> bool:
+    """Whether a Cast changes no number: between integers, or from truth values to such."""
+    return {source.dtype, value.dtype} <= set(INTEGERS) or source.dtype == value.dtype == ir.DataType.BOOL
+
+
+def _selected(node: ir.Node, value: ir.Value, found: Found) -> PerRoute | None:
+    """The [T, K] or [K, T] of which ``value`` is one k."""
+    source = given(node.inputs[0])
+    if rank(source) != 2:
+        return None
+    for axis, k_first in ((1, False), (0, True)):
+        if dim(source, axis) != found.top_k or dim(source, 1 - axis) == found.top_k:
+            continue
+        column = selected_on(node, value, axis)
+        if column is not None:
+            return PerRoute(source, k_first, column)
+    return None
+
+
+def selected_on(node: ir.Node, value: ir.Value, axis: int) -> int | None:
+    """The one index on ``axis`` that a Gather, Slice or Split selects; None where it selects something else."""
+    source = given(node.inputs[0])
+    count, ndim = dim(source, axis), rank(source)
+    if not isinstance(count, int) or ndim is None:
+        return None
+    if is_op(node, "Gather") and node.attributes.get_int("axis", 0) in (axis, axis - ndim):
+        tensor = constant(node.inputs[1])
+        index = ints(node.inputs[1]) if tensor is not None and tensor.size == 1 else None
+        start = index[0] if index else None
+    elif is_op(node, "Slice"):
+        along, steps = ints(input_of(node, 3)), ints(input_of(node, 4))
+        starts, ends = ints(node.inputs[1]), ints(node.inputs[2])
+        if not starts or not ends or along not in ([axis], [axis - ndim]) or steps not in ([1], None):
+            return None
+        end = min(ends[0] + count if ends[0] < 0 else ends[0], count)
+        start = starts[0] if end - (starts[0] + count if starts[0] < 0 else starts[0]) == 1 else None
+    elif is_op(node, "Split") and node.attributes.get_int("axis", 0) in (axis, axis - ndim):
+        # One output for each index, or they would not all be selections of one.
+        start = list(node.outputs).index(value) if len(node.outputs) == count else None
+    else:
+        return None
+    if start is None or not -count <= start < count:
+        return None
+    return start + count if start < 0 else start
+
+
+_KEEPS = {
+    ("GreaterOrEqual", None, 0.0): True,
+    ("Greater", None, -1.0): True,
+    ("LessOrEqual", 0.0, None): True,
+    ("Less", -1.0, None): True,
+    ("Less", None, 0.0): False,
+    ("LessOrEqual", None, -1.0): False,
+    ("Greater", 0.0, None): False,
+    ("GreaterOrEqual", -1.0, None): False,
+    ("Equal", None, -1.0): False,
+    ("Equal", -1.0, None): False,
+}
+"""By comparison and its constant operands: whether it is true of a map's entries of 0 and more."""
+
+
+def _mask(condition: PerRoute, keeps: bool, found: Found) -> PerRoute | None:
+    """The map whose entries of 0 and more ``condition`` keeps; ``keeps`` False: whose -1 it names."""
+    place = strip(condition, found)
+    node = place.value.producer()
+    if node is None:
+        return None
+    if is_op(node, "Not"):
+        return _mask(replace(place, value=given(node.inputs[0])), not keeps, found)
+    if len(node.inputs) != 2:
+        return None
+    first, second = scalar(node.inputs[0]), scalar(node.inputs[1])
+    if _KEEPS.get((node.op_type, first, second)) is not keeps:
+        return None
+    return strip(replace(place, value=given(node.inputs[0] if first is None else node.inputs[1])), found)
+
+
+def index_of(place: PerRoute, rows: ir.Value | None, found: Found) -> tuple[PerRoute, PerRoute | None]:
+    """The map behind the indices of a Gather, and the clamped map, where it is clamped to 0 and more."""
+    clamped: PerRoute | None = None
+    while True:
+        place = strip(place, found)
+        node = place.value.producer()
+        if node is None:
+            return place, clamped
+        operands = [operand for operand in node.inputs if operand is not None]
+        kept: ir.Value | None = None
+        if is_op(node, "Clip") and scalar(input_of(node, 1)) == 0:
+            upper = input_of(node, 2)
+            kept = operands[0] if upper is None or _is_last_row(upper, rows) else None
+        elif is_op(node, "Max") and len(operands) == 2:
+            kept = next((operands[1 - i] for i in (0, 1) if scalar(operands[i]) == 0), None)
+        elif is_op(node, "Where"):
+            kept = _masked_index(place, node, found)
+        elif is_op(node, "Min") and len(operands) == 2:
+            # An upper bound of R - 1 changes only entries that the contract does not allow.
+            below = next((operands[1 - i] for i in (0, 1) if _is_last_row(operands[i], rows)), None)
+            if below is None:
+                return place, clamped
+            place = replace(place, value=below)
+            continue
+        if kept is None:
+            return place, clamped
+        clamped = clamped or place
+        place = replace(place, value=kept)
+
+
+def _is_last_row(bound: ir.Value, rows: ir.Value | None) -> bool:
+    """Whether ``bound`` is R - 1 or more."""
+    if rows is None:
+        return False
+    number, count = scalar(bound), dim(rows, 0)
+    if number is not None:
+        return isinstance(count, int) and number >= count - 1
+    less = _integer(bound).producer()
+    if less is None or not is_op(less, "Sub") or scalar(less.inputs[1]) != 1:
+        return False
+    source = _integer(given(less.inputs[0])).producer()
+    if source is not None and is_op(source, "Gather"):
+        if scalar(source.inputs[1]) != 0:
+            return False
+        source = given(source.inputs[0]).producer()
+    if source is None or not is_op(source, "Shape") or source.attributes.get_int("start", 0) != 0:
+        return False
+    return before_upcast(given(source.inputs[0])) is before_upcast(rows)
+
+
+def _integer(value: ir.Value) -> ir.Value:
+    """An integer before it was widened or reshaped."""
+    return strip(PerRoute(value), Found(top_k=-1)).value
+
+
+def _masked_index(place: PerRoute, node: ir.Node, found: Found) -> ir.Value | None:
+    """The map in ``where(map >= 0, map, a row)``."""
+    for index in (1, 2):
+        fill = scalar(node.inputs[index])
+        if fill is not None and fill >= 0:
+            kept = given(node.inputs[3 - index])
+            mask = _mask(replace(place, value=given(node.inputs[0])), index == 2, found)
+            return kept if mask is not None and mask == strip(replace(place, value=kept), found) else None
+    return None
+
+
+def never_negative(value: ir.Value) -> bool:
+    """Whether the graph shows that a map without a mask holds no -1: sorting gives it, or scattering of a range."""
+    value = _integer(value)
+    number = scalar(value)
+    node = value.producer()
+    if number is not None or node is None:
+        return number is not None and number >= 0
+    if is_op(node, "TopK"):
+        return value is node.outputs[1]
+    if is_op(node, "Range"):
+        start, step = scalar(node.inputs[0]), scalar(node.inputs[2])
+        return start is not None and step is not None and start >= 0 and step > 0
+    if is_op(node, "Gather", "GatherElements", "GatherND", "Expand", "Transpose"):
+        return never_negative(given(node.inputs[0]))
+    if is_op(node, "ScatterElements", "ScatterND"):
+        return all(never_negative(given(node.inputs[index])) for index in (0, 2))
+    return False
+
+
+def are_rows(value: ir.Value, *ranks: int) -> bool:
+    """Whether ``value`` can be the experts' rows: floats that the model computes; a table of embeddings is constant."""
+    return not is_constant(value) and rank(value) in ranks and value.dtype in FLOAT_DTYPES
+
+
+def picked_seed(
+    form: str,
+    end: ir.Node,
+    rows: ir.Value,
+    index: PerRoute,
+    found: Found,
+    *,
+    masked: bool = False,
+    only_read: ir.Value | None = None,
+) -> Seed:
+    """The seed of rows that a map picks.
+
+    Args:
+        form: how the graph spells it.
+        end: the node that makes the sum.
+        rows: [R, H].
+        index: the numbers of the rows, as the graph has them.
+        found: what multiplies and masks the picked rows.
+        masked: whether an entry of -1 picks nothing in any case.
+        only_read: where ``rows`` is what a clamp's bound is made from, another name of it.
+    """
+    base, clamped = index_of(index, only_read or rows, found)
+    operand, problem = map_operand(end, base, clamped, found, masked=masked)
+    return weighted_seed(form, end, rows, found, operand, problem)
+
+
+def map_operand(
+    end: ir.Node, base: PerRoute, clamped: PerRoute | None, found: Found, *, masked: bool
+) -> tuple[Operand, str | None]:
+    """The map as an operand, and what is wrong with it.
+
+    Args:
+        end: the node that makes the sum.
+        base: the map.
+        clamped: the map clamped to 0 and more, where it is.
+        found: what masks the rows.
+        masked: whether an entry of -1 picks nothing in any case.
+    """
+    problem: str | None = None
+    if any(mask != base for mask in found.masks):
+        problem = f"the mask of {named(end)} is made from another value than the map '{base.value.name}'"
+    elif not found.masks and not masked and clamped is None and not never_negative(base.value):
+        problem = (
+            f"entries of -1 in the map '{base.value.name}' would read the last row: mask them "
+            "(torch.where(map >= 0, rows, 0)), or clamp the map"
+        )
+    # Where nothing masks, the clamp decides which row an entry of -1 reads.
+    entries = base if found.masks or masked or clamped is None else clamped
+    operand, complaint = per_route_operand(entries, found.top_k)
+    return operand, problem or complaint
+
+
+def weighted_seed(
+    form: str,
+    end: ir.Node,
+    rows: ir.Value | Operand,
+    found: Found,
+    index: Operand | None,
+    problem: str | None = None,
+) -> Seed:
+    """The seed of these rows, what multiplies them, and their map; ``index`` None: they lie in the routes' order."""
+    data = rows if isinstance(rows, Operand) else Operand(before_upcast(rows))
+    operands: dict[str, Operand] = {"gemm2_permuted": data}
+    if len(found.weights) > 1:
+        names = ", ".join(f"'{weight.value.name}'" for weight in found.weights)
+        problem = problem or f"the rows are multiplied by more than one factor ({names}): multiply these first"
+    if found.weights:
+        weights = found.weights[0]
+        operands["expert_weights"], complaint = per_route_operand(weights, found.top_k)
+        problem = problem or complaint
+        if weights.value.dtype not in (data.value.dtype, ir.DataType.FLOAT):
+            problem = problem or (
+                f"the weights '{weights.value.name}' are {weights.value.dtype}; the rows are {data.value.dtype}"
+            )
+    elif index is not None:
+        # Not read where the attribute is 0, but it gives T and K.
+        operands["expert_weights"] = replace(index, cast_to=ir.DataType.FLOAT)
+    if index is not None:
+        operands["expanded_idx_to_permuted_idx"] = index
+    return Seed(
+        form=form,
+        node=end,
+        value=end.outputs[0],
+        operands=operands,
+        scale=found.scale,
+        apply_expert_weights=int(bool(found.weights)),
+        problem=problem,
+    )
+
+
+def per_route_operand(place: PerRoute, top_k: int | str | None) -> tuple[Operand, str | None]:
+    """One number a route, as an operand of shape [T, K]; and what is wrong with it."""
+    value = place.value
+    cast = ir.DataType.INT32 if value.dtype == ir.DataType.INT64 else None
+    if place.k_first:
+        if rank(value) != 2 and not isinstance(top_k, int):
+            return Operand(value, cast), _unknown_k(value)
+        return Operand(value, cast, make=lambda write: _transposed(write, value, top_k)), None
+    if rank(value) == 2 and dim(value, 1) == top_k:
+        return Operand(value, cast), None
+    if isinstance(top_k, int):
+        return Operand(value, cast, (-1, top_k)), None
+    return Operand(value, cast), _unknown_k(value)
+
+
+def _unknown_k(value: ir.Value) -> str:
+    return f"'{value.name}' has shape {dims(value)}; [T, K] is taken where K is no number"
+
+
+def _transposed(write: Write, value: ir.Value, top_k: int | str | None) -> ir.Value:
+    """[T, K] out of [K, T]."""
+    if rank(value) != 2 or dim(value, 0) != top_k:
+        sizes = write(
+            "Constant", [], {"value": ir.tensor([int(top_k or 0), -1], dtype=ir.DataType.INT64)}, ir.DataType.INT64, [2]
+        )
+        value = write("Reshape", [value, sizes], {}, value.dtype, [top_k, None])
+    return write("Transpose", [value], {"perm": [1, 0]}, value.dtype, [dim(value, 1), dim(value, 0)])
+
+
+def summed_axis(node: ir.Node, ndim: int) -> tuple[int, ir.Node] | None:
+    """The one axis that a ReduceSum takes away, and the node after which it is gone; a Squeeze may follow."""
+    found = axes(node, [])
+    if found is None or len(found) != 1:
+        return None
+    axis = found[0] % ndim
+    if node.attributes.get_int("keepdims", 1) == 0:
+        return axis, node
+    end = squeezed(node.outputs[0], axis)
+    return None if end is None else (axis, end)
+
+
+def squeezed(value: ir.Value, axis: int) -> ir.Node | None:
+    """The only reader of ``value``, if it takes away ``axis``, of size 1, and leaves the others as they are."""
+    node = sole_reader(value)
+    if node is None or node.inputs[0] is not value:
+        return None
+    before, after = dims(value), dims(node.outputs[0])
+    if is_op(node, "Squeeze"):
+        taken = axes(node, [])
+        return node if taken is not None and [a % len(before or [0]) for a in taken] == [axis] else None
+    if not is_op(node, "Reshape") or before is None or after is None or len(after) != len(before) - 1:
+        return None
+    return node if before[axis] == 1 and after[-1] == [*before[:axis], *before[axis + 1 :]][-1] else None
