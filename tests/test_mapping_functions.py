@@ -11,12 +11,13 @@ import pytest
 from onnx import TensorProto, helper
 from onnxscript import opset22
 
+from moetrt.engine import build_engine
 from moetrt.errors import InputError
 from moetrt.mapping import map_file, map_model
-from moetrt.onnx_files import load_model
+from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
 from tests.mapping_checks import assert_same_numbers, mapped, only
-from tests.mapping_graphs import HIDDEN, Graph, NormForm, full_tail
+from tests.mapping_graphs import HIDDEN, TOP_K, Graph, NormForm, full_tail
 
 OPSETS = range(17, 25)
 
@@ -211,9 +212,8 @@ def branch(graph: Graph, name: str) -> onnx.GraphProto:
     return helper.make_graph(graph.nodes, name, [], outputs, list(graph.initializers.values()))
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_tail_in_a_branch(both: bool) -> None:
-    """Both branches may use the same names for their values."""
+def branched(both: bool) -> ir.Model:
+    """An If with a tail in one branch or in both, which then use the same names for their values."""
     g = full_tail()
     known = list(g.proto().graph.output)
     other = Graph()
@@ -231,7 +231,12 @@ def test_tail_in_a_branch(both: bool) -> None:
         opset_imports=[helper.make_opsetid("", 22), helper.make_opsetid("moetrt", 1)],
         ir_version=10,
     )
-    model = ir.from_proto(proto)
+    return ir.from_proto(proto)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_tail_in_a_branch(both: bool) -> None:
+    model = branched(both)
     after, report = mapped(model)
     assert (report.found, report.mapped) == ((2, 2) if both else (1, 1)), [site.reason for site in report.sites]
     for site in report.sites:
@@ -241,7 +246,7 @@ def test_tail_in_a_branch(both: bool) -> None:
     assert_same_numbers(model, after)
 
 
-def test_tail_in_the_body_of_a_loop() -> None:
+def looped() -> ir.Model:
     """Three layers with the same weights: the residual stream is what the loop carries."""
     g = Graph()
     g.input("residual", ["T", HIDDEN])
@@ -267,7 +272,11 @@ def test_tail_in_the_body_of_a_loop() -> None:
     result = g.op("Loop", trips, going, "residual", body=graph)
     g.values.append(helper.make_tensor_value_info(result, TensorProto.FLOAT, ["T", HIDDEN]))
     g.output(result)
-    model = g.model()
+    return g.model()
+
+
+def test_tail_in_the_body_of_a_loop() -> None:
+    model = looped()
     after, report = mapped(model)
     assert only(report).matched, only(report).reason
     assert_same_numbers(model, after)
@@ -323,3 +332,36 @@ def test_standard_operators_imported_twice(tmp_path: Path) -> None:
         map_file(tmp_path / "model.onnx", tmp_path / "mapped.onnx")
     with pytest.raises(InputError, match=r"imported twice, as opset 22 and, by the name 'ai.onnx', as 21"):
         map_model(ir.from_proto(proto))
+
+
+# TensorRT-RTX
+
+PROFILES = {
+    "rows": ((4, HIDDEN), (24, HIDDEN), (128, HIDDEN)),
+    "weights": ((1, TOP_K), (6, TOP_K), (32, TOP_K)),
+    "map": ((1, TOP_K), (6, TOP_K), (32, TOP_K)),
+    "shared": ((1, HIDDEN), (6, HIDDEN), (32, HIDDEN)),
+    "residual": ((1, 1, HIDDEN), (2, 3, HIDDEN), (4, 8, HIDDEN)),
+}
+"""T is 1, 6 and 32, as [T, H] and as [B, S, H]."""
+
+
+@pytest.mark.parametrize("which", ["opset 17", "opset 24", "branches", "loop"])
+def test_tensorrt_rtx_builds_it_with_the_plugin_and_without(which: str, tmp_path: Path, plugin_library: Path) -> None:
+    if which.startswith("opset"):
+        model = full_tail(opset=int(which.removeprefix("opset "))).model()
+    else:
+        model = looped() if which == "loop" else branched(both=True)
+    profiles = {name: PROFILES[name] for name in (value.name for value in model.graph.inputs) if name in PROFILES}
+    if which == "loop":
+        profiles["residual"] = PROFILES["shared"]
+    after, report = mapped(model)
+    path = save_model(after, tmp_path / "mapped.onnx")
+    layers = []
+    for library in (plugin_library, None):
+        engine = build_engine(
+            path, tmp_path / "it.engine", backend="tensorrt-rtx", plugin_library=library, profiles=profiles
+        )
+        layers.append(len(engine.plugin_layers))
+    assert layers == [report.mapped, 0]
+    assert report.mapped == (2 if which == "branches" else 1)

@@ -265,8 +265,9 @@ def _term(added: ir.Value, seed: Seed) -> Term:
         if before is None or {value.dtype, before.dtype} - {seed.data, ir.DataType.FLOAT}:
             break
         value = before
-        if scale != 1.0 and before_upcast(value).dtype == seed.data:
-            scaled = Term(Operand(before_upcast(value)), None, scale, shape_nodes)
+        narrow = _narrowed(value, seed)
+        if scale != 1.0 and narrow.dtype == seed.data:
+            scaled = Term(Operand(narrow), None, scale, shape_nodes)
     return scaled or Term(Operand(_in_data(added, seed)))
 
 
@@ -281,8 +282,14 @@ def _unscaled(node: ir.Node) -> tuple[float | None, ir.Value | None]:
     return None, None
 
 
-def _in_data(value: ir.Value, seed: Seed) -> ir.Value:
+def _narrowed(value: ir.Value, seed: Seed) -> ir.Value:
+    """What ``value`` was widened from, where that has the rows' dtype."""
     narrow = before_upcast(value)
+    return narrow if narrow.dtype == seed.data else value
+
+
+def _in_data(value: ir.Value, seed: Seed) -> ir.Value:
+    narrow = _narrowed(value, seed)
     if narrow.dtype == seed.data:
         return narrow
     name, data = dtype_name(value.dtype), dtype_name(seed.data)
@@ -310,7 +317,7 @@ def _gated(value: ir.Value, seed: Seed) -> tuple[ir.Value, Operand] | None:
         producer = factors.producer()
         if producer is None or not is_op(producer, "Sigmoid") or producer.inputs[0] is None:
             continue
-        logits = before_upcast(producer.inputs[0])
+        logits = _narrowed(producer.inputs[0], seed)
         if dim(logits, -1) != 1 or not same_shape(shared, value) or rank(sigmoid) != rank(shared):
             continue
         if logits.dtype not in (seed.data, ir.DataType.FLOAT) or shared.dtype not in FLOAT_DTYPES:
