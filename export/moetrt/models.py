@@ -40,6 +40,9 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from moetrt.contract_model import ContractConfig, contract_decoder_source
+from moetrt.source import Source
+
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -287,6 +290,11 @@ def dbrx() -> PreTrainedModel:
         ffn_config={"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3},
     )
     return randomized(DbrxForCausalLM, config)
+
+
+def contract_decoder() -> Source:
+    """Outside Transformers, by the contract alone: 1 dense and 2 MoE layers; padded and absent rows with NaN."""
+    return contract_decoder_source(ContractConfig())
 
 
 def randomized(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
