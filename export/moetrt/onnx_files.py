@@ -151,6 +151,10 @@ def _check_external_fields(proto: onnx.ModelProto, source: Path) -> None:
                 )
 
 
+_WITHOUT_TENSORS = ("value_info", "metadata_props")
+"""Fields of ONNX's messages that hold no tensor, and most of what a deep model's graph has."""
+
+
 def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
     """Every tensor anywhere in a protobuf message whose data is in another file."""
     if isinstance(message, onnx.TensorProto):
@@ -158,7 +162,7 @@ def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
             yield message
         return
     for field, value in message.ListFields():
-        if field.type == field.TYPE_MESSAGE:
+        if field.type == field.TYPE_MESSAGE and field.name not in _WITHOUT_TENSORS:
             for inner in value if isinstance(value, Sequence) else [value]:
                 yield from _external_tensors(inner)
 
@@ -271,21 +275,21 @@ def _belongs_outside(tensor: ir.TensorProtocol) -> bool:
 def _split(places: list[_Place], data_path: Path) -> tuple[list[tuple[_Place, ir.ExternalTensor]], list[_Place]]:
     """Tensors that stay in their data file (named from the new folder), and tensors that go to the new data file."""
     folder = data_path.parent.absolute()
+    root, own_data = folder.resolve(), data_path.resolve()
+    # Once for each file: a model has many tensors, and each look-up asks the file system.
+    paths = dict.fromkeys(place.tensor.path for place in places if isinstance(place.tensor, ir.ExternalTensor))
+    real = {path: Path(path).resolve() for path in paths}
     kept: list[tuple[_Place, ir.ExternalTensor]] = []
     own: list[tuple[_Place, ir.ExternalTensor]] = []
     moved: list[_Place] = []
     for place in places:
         tensor = place.tensor
-        if not isinstance(tensor, ir.ExternalTensor):
+        if not isinstance(tensor, ir.ExternalTensor) or root not in real[tensor.path].parents:
             moved.append(place)
             continue
-        at = Path(tensor.path).absolute()
-        if folder.resolve() not in at.resolve().parents:
-            moved.append(place)
-            continue
-        location = at.resolve().relative_to(folder.resolve()).as_posix()
-        here = _external(tensor, location, tensor.offset or 0, folder)
-        (own if at.resolve() == data_path.resolve() else kept).append((place, here))
+        at = real[tensor.path]
+        here = _external(tensor, at.relative_to(root).as_posix(), tensor.offset or 0, folder)
+        (own if at == own_data else kept).append((place, here))
     if moved:
         # The data file is about to be written anew, so what it holds already moves with the rest.
         moved = [place for place, _ in own] + moved
