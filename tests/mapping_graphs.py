@@ -89,6 +89,18 @@ class Graph:
         self.values.append(helper.make_tensor_value_info(value, FLOAT[self.dtype], ["T", HIDDEN]))
         return value
 
+    def gathered(self) -> str:
+        """The same in standard operators, as the contract says it: rows by the map, masked, weighted, summed over k."""
+        self.routed()
+        self.nodes.pop()
+        self.values.pop()
+        zero = self.const(0, TensorProto.INT32)
+        rows = self.op("Gather", "rows", self.op("Max", "map", zero), axis=0)
+        keep = self.op("Unsqueeze", self.op("GreaterOrEqual", "map", zero), self.ints(-1))
+        weights = self.op("Unsqueeze", self.cast("weights", self.dtype), self.ints(-1))
+        weighted = self.mul(self.op("Where", keep, rows, self.const(0.0)), weights)
+        return self.op("ReduceSum", weighted, self.ints(1), keepdims=0)
+
     def to_tokens(self, value: str, batch_of: str = "residual") -> str:
         """[T, H] as [B, S, H], the sizes read off another value, as torch.onnx writes a view."""
         head = self.op("Shape", batch_of, start=0, end=2)
@@ -201,6 +213,22 @@ class NormForm:
             gamma = g.add(gamma, g.const(1.0, FLOAT[multiply_in]), self.gamma_plus_one == "left")
         result = g.mul(gamma, normal, self.swap_gamma)
         return g.cast(result, g.dtype) if self.down == "after" else result
+
+
+FURTHER_FORMS = {
+    "sum-div": NormForm(mean="SumDiv"),
+    "sum-times-inverse": NormForm(mean="SumMul", square="Mul"),
+    "sum-times-inverse-swapped": NormForm(mean="SumMul", swap_multiply=True),
+    "sum-square": NormForm(mean="SumSquare", inverse="Div"),
+    "sum-square-power": NormForm(mean="SumSquare", inverse="Pow", positive_axis=True),
+    "gamma-1H": NormForm(gamma_shape="1H"),
+    "gamma-11H": NormForm(gamma_shape="11H", swap_gamma=True),
+    "gamma-unsqueezed": NormForm(gamma_shape="unsqueezed"),
+    "one-plus-gamma-reshaped": NormForm(gamma_shape="reshaped", gamma_plus_one="right"),
+    "view": NormForm(view=True),
+    "view-of-gemma": NormForm(view=True, gamma_plus_one="left", inverse="Div"),
+}
+"""Forms that no exporter that we know writes for a whole model, but that files from elsewhere have."""
 
 
 def g_tensor(value: float, dtype: str) -> onnx.TensorProto:

@@ -21,7 +21,7 @@ from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
 from tests.equivalence import compare_models
 from tests.mapping_checks import assert_same_numbers, declined, mapped, matched, only, operators
-from tests.mapping_graphs import FLOAT, HIDDEN, Graph, NormForm, feeds, full_tail
+from tests.mapping_graphs import FLOAT, FURTHER_FORMS, HIDDEN, Graph, NormForm, feeds, full_tail
 
 # The tail's whole length
 
@@ -298,7 +298,8 @@ def test_case24_eps_of_every_layer_is_kept() -> None:
     assert_same_numbers(model, after)
 
 
-STEPS = ["scale", "divide", "shared", "gated", "residual", "scaled residual", "tokens", "batch", "reader", "identity"]
+STEPS = ["scale", "divide", "shared", "gated", "residual", "scaled residual", "divided residual", "half gated"]
+STEPS += ["tokens", "batch", "reader", "identity"]
 ENDS = ["norm", "norm and reader", "two norms", "layer norm", "norm then add", "norm then bias", "nothing"]
 
 
@@ -306,7 +307,7 @@ ENDS = ["norm", "norm and reader", "two norms", "layer norm", "norm then add", "
 @given(
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.booleans()), max_size=7),
     end=st.sampled_from(ENDS),
-    form=st.sampled_from(list(CASE25.values())),
+    form=st.sampled_from([*CASE25.values(), *FURTHER_FORMS.values()]),
 )
 def test_whatever_follows_the_finalize_the_numbers_stay(
     steps: list[tuple[str, bool]], end: str, form: NormForm
@@ -330,6 +331,11 @@ def test_whatever_follows_the_finalize_the_numbers_stay(
             value = g.add(value, g.mul(g.op("Sigmoid", fresh("gate", 1)), fresh("shared"), swap), swap)
         elif step == "scaled residual":
             value = g.add(value, g.mul(fresh("residual"), g.const(0.5), swap), swap)
+        elif step == "divided residual":
+            value = g.add(value, g.op("Div", fresh("residual"), g.const(1.6)), swap)
+        elif step == "half gated":
+            gated = g.mul(fresh("shared"), g.op("Sigmoid", fresh("gate", 1)), swap)
+            value = g.add(value, g.mul(gated, g.const(0.5), swap), swap)
         elif step == "tokens":
             value, rank = g.op("Reshape", value, g.ints(-1, HIDDEN)), 2
         elif step == "batch":

@@ -105,14 +105,7 @@ def test_functions_in_functions_with_attributes() -> None:
 def test_gather_form_in_a_function() -> None:
     """No value in a function has a shape before it is inlined."""
     g = Graph()
-    g.routed()
-    g.nodes.clear()
-    g.values.clear()
-    zero = g.const(0, TensorProto.INT32)
-    rows = g.op("Gather", "rows", g.op("Max", "map", zero), axis=0)
-    keep = g.op("Unsqueeze", g.op("GreaterOrEqual", "map", zero), g.ints(-1))
-    weighted = g.op("Mul", g.op("Where", keep, rows, g.const(0.0)), g.op("Unsqueeze", "weights", g.ints(-1)))
-    hidden = g.add(g.op("ReduceSum", weighted, g.ints(1), keepdims=0), g.input("residual", ["T", HIDDEN]))
+    hidden = g.add(g.gathered(), g.input("residual", ["T", HIDDEN]))
     g.output(NormForm().write(g, hidden, rank=2), hidden)
     body = function_of("Tail", [*constants(g), *g.nodes], list(g.inputs), g.outputs)
     model = with_functions(g, [call("Tail", list(g.inputs), g.outputs)], body)

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 from onnxscript.rewriter.rules.fusion._rms_normalization import fuse_rms_normalization
 
+from moetrt.errors import InputError
 from moetrt.mapping import map_model
+from moetrt.onnx_files import load_model, save_model
 from tests.mapping_checks import assert_same_numbers, declined, mapped, matched, only, operators
-from tests.mapping_graphs import FLOAT, HIDDEN, Graph, NormForm, full_tail
-
-FORMS = {
-    "sum-div": NormForm(mean="SumDiv"),
-    "sum-times-inverse": NormForm(mean="SumMul", square="Mul"),
-    "sum-times-inverse-swapped": NormForm(mean="SumMul", swap_multiply=True),
-    "sum-square": NormForm(mean="SumSquare", inverse="Div"),
-    "sum-square-power": NormForm(mean="SumSquare", inverse="Pow", positive_axis=True),
-    "gamma-1H": NormForm(gamma_shape="1H"),
-    "gamma-11H": NormForm(gamma_shape="11H", swap_gamma=True),
-    "gamma-unsqueezed": NormForm(gamma_shape="unsqueezed"),
-    "one-plus-gamma-reshaped": NormForm(gamma_shape="reshaped", gamma_plus_one="right"),
-    "view": NormForm(view=True),
-    "view-of-gemma": NormForm(view=True, gamma_plus_one="left", inverse="Div"),
-}
+from tests.mapping_graphs import FLOAT, FURTHER_FORMS, HIDDEN, Graph, NormForm, full_tail
 
 
 @pytest.mark.parametrize("opset", [17, 18, 22])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", FURTHER_FORMS)
 def test_case25_further_forms(name: str, opset: int) -> None:
-    site = matched(full_tail(FORMS[name], opset=opset))
+    site = matched(full_tail(FURTHER_FORMS[name], opset=opset))
     assert site.attributes["eps"] == 1e-5
     assert site.attributes["weight_bias"] == float("one-plus" in name or "gemma" in name)
     assert site.shapes["gamma"] == [HIDDEN]
@@ -41,9 +31,11 @@ def test_case25_further_forms(name: str, opset: int) -> None:
 
 @pytest.mark.parametrize("gamma_dtype", ["", "float32"])
 @pytest.mark.parametrize("down", ["before", "after"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", FURTHER_FORMS)
 def test_case25_further_forms_with_casts(name: str, down: str, gamma_dtype: str) -> None:
-    site = matched(full_tail(replace(FORMS[name], up=True, down=down, gamma_dtype=gamma_dtype), dtype="float16"))
+    site = matched(
+        full_tail(replace(FURTHER_FORMS[name], up=True, down=down, gamma_dtype=gamma_dtype), dtype="float16")
+    )
     assert site.attributes["weight_before_cast"] == int(down == "after")
 
 
@@ -55,14 +47,14 @@ def test_case25_eps_added_in_float32(form: NormForm) -> None:
 def test_case24_eps_differs_by_layer_and_form() -> None:
     g = Graph()
     hidden = g.input("residual", ["B", "S", HIDDEN])
-    wanted = {name: 1e-6 * (number + 1) for number, name in enumerate(FORMS)}
+    wanted = {name: 1e-6 * (number + 1) for number, name in enumerate(FURTHER_FORMS)}
     for number, (name, eps) in enumerate(wanted.items()):
         hidden = g.add(hidden, g.to_tokens(g.routed()))
-        hidden = g.add(hidden, FORMS[name].write(g, hidden, eps=eps, seed=number))
+        hidden = g.add(hidden, FURTHER_FORMS[name].write(g, hidden, eps=eps, seed=number))
     g.output(hidden)
     after, report = mapped(model := g.model())
     assert [site.attributes["eps"] for site in report.sites] == pytest.approx(list(wanted.values()), rel=1e-6)
-    assert report.mapped == len(FORMS)
+    assert report.mapped == len(FURTHER_FORMS)
     assert_same_numbers(model, after)
 
 
@@ -89,7 +81,7 @@ def test_norm_of_tokens_unflattened() -> None:
 
 
 ALL_FORMS = {
-    **FORMS,
+    **FURTHER_FORMS,
     "plain": NormForm(),
     "swapped": NormForm(swap_gamma=True),
     "swapped-all": NormForm(swap_gamma=True, swap_eps=True, swap_multiply=True),
@@ -299,6 +291,28 @@ def test_case26_hyper_connections(form: str) -> None:
     site = declined(g, "spreads the MoE output over 4 residual streams; one residual of the MoE output's own shape")
     assert (site.reason or "").startswith("hyper-connections: ")
     assert site.inputs["shared_output"]["value"] == "shared"
+
+
+def test_norm_fused_by_onnx_runtime_is_named(tmp_path: Path) -> None:
+    """Its extended level writes an operator that onnx does not know; at the basic level the norm stays."""
+    g = Graph()
+    hidden = g.add(g.gathered(), g.input("residual", ["T", HIDDEN]))
+    g.output(NormForm(inverse="Div").write(g, hidden, rank=2), hidden)
+    model = g.model()
+    save_model(model, tmp_path / "model.onnx")
+    for level in ("EXTENDED", "BASIC"):
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
+        options.optimized_model_filepath = str(tmp_path / f"{level}.onnx")
+        options.log_severity_level = 4
+        onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+    with pytest.raises(
+        InputError, match=r"is a SimplifiedLayerNormalization, which ONNX Runtime's optimiser writes for"
+    ):
+        load_model(tmp_path / "EXTENDED.onnx")
+    optimised = load_model(tmp_path / "BASIC.onnx")
+    assert only(map_model(optimised)).matched
+    assert_same_numbers(model, optimised)
 
 
 # What must not be taken

@@ -91,6 +91,11 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
         if node.op_type in OPERATORS and node.domain in ("", "ai.onnx"):
             # The checker would only say that it knows no such operator.
             raise InputError(f"ONNX model '{source}': node '{node.name}': domain was ''; '{DOMAIN}' is taken")
+        if node.op_type == "SimplifiedLayerNormalization" and node.domain == "":
+            raise InputError(
+                f"ONNX model '{source}': node '{node.name}' is a {node.op_type}, which ONNX Runtime's optimiser writes "
+                "for itself alone; a model optimised at its basic level is taken"
+            )
     _check_external_fields(proto, source)
     check_proto(proto, source)
     try:
