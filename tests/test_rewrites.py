@@ -1,0 +1,221 @@
+"""What is re-expressed for the export: in PyTorch it gives the model's own numbers, and it leaves no trace."""
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetrt import models
+from moetrt.errors import InputError
+from moetrt.experts import EXPERTS_FORMS, deferred_finalize
+from moetrt.huggingface import causal_lm
+from moetrt.rewrites import rewritten
+from moetrt.rewrites.complex_numbers import Pair, real_pairs
+from moetrt.rewrites.known_forms import FORMS, digest, known_modules
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "deepseek_v2": models.deepseek_v2,
+    "llama4": models.llama4,
+    "llama4_top3": lambda: models.llama4(top_k=3),
+    "phimoe": models.phimoe,
+    "dbrx": models.dbrx,
+}
+
+
+def logits(model: torch.nn.Module, tokens: int) -> torch.Tensor:
+    ids = torch.randint(0, 96, (3, tokens), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@contextmanager
+def for_export(model: torch.nn.Module, form: str = "gathered") -> Iterator[None]:
+    """What `moetrt.capture` puts around its trace."""
+    with deferred_finalize(model, form), rewritten(model, form):
+        yield
+
+
+@pytest.mark.parametrize("form", EXPERTS_FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_are_the_models_own(family: str, form: str) -> None:
+    model = FAMILIES[family]()
+    model.set_experts_implementation("eager")
+    # One token, and more and fewer than Phi-3.5-MoE's short and Llama-4's chunk length of 16.
+    for tokens in (1, 11, 40):
+        wanted = logits(model, tokens)
+        with for_export(model, form):
+            got = logits(model, tokens)
+        # Measured: at most 3.9e-7 of the largest logit.
+        assert (got - wanted).abs().max() <= 2e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("form", EXPERTS_FORMS)
+@pytest.mark.parametrize("family", ["llama4", "dbrx"])
+def test_half_precision_is_nearer_to_float32_than_the_models_own(family: str, form: str) -> None:
+    """One MoE module alone, so that a route near a tie cannot flip: its router's logits are given, or the same."""
+    model = FAMILIES[family]()
+    module = model.get_submodule(next(iter(known_modules(model))))
+    generator = torch.Generator().manual_seed(0)
+    inputs: tuple[torch.Tensor, ...] = (torch.randn(2, 24, 64, generator=generator).bfloat16(),)
+    if family == "dbrx":
+        index = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(48)])
+        inputs += (index, torch.rand(48, 3, generator=generator).bfloat16())
+    with torch.no_grad():
+        module.bfloat16()
+        eager = output_of(module, inputs)
+        with for_export(model, form):
+            ours = output_of(module, inputs)
+        module.float()
+        wide = tuple(x.float() if x.is_floating_point() else x for x in inputs)
+        gold = output_of(module, wide)
+    assert ours.dtype == eager.dtype == torch.bfloat16
+    assert ours.shape == eager.shape
+    assert (ours - gold).norm() <= (eager - gold).norm()
+
+
+def output_of(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    result = module(*inputs)
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "llama4", "phimoe", "dbrx"])
+def test_case28_the_model_is_left_as_it_was(family: str) -> None:
+    model = FAMILIES[family]()
+    before = state(model)
+    with for_export(model):
+        assert state(model) != before or family == "deepseek_v2"  # whose rotary embedding only is another
+    assert state(model) == before
+    with pytest.raises(RuntimeError, match="in the block"), for_export(model, "dense"):
+        raise RuntimeError("in the block")
+    assert state(model) == before
+    assert torch.polar(torch.ones(2), torch.ones(2)).is_complex()
+
+
+def state(model: torch.nn.Module) -> dict[str, Any]:
+    """Everything a module object holds itself, and the implementation that its config names."""
+    found: dict[str, Any] = {"implementation": model.get_experts_implementation()[""]}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if not key.startswith("_") and key != "config":
+                found[f"{name}.{key}"] = value if isinstance(value, int | float | str | None) else id(value)
+        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            found[f"{name}.{key}"] = (id(tensor), tensor.data_ptr(), tensor._version)
+    return found
+
+
+def test_every_known_form_is_in_this_version_of_transformers() -> None:
+    """A form that no model has any more would never be used, and nothing would say so."""
+    found = [form for family in FAMILIES.values() for form in known_modules(family()).values()]
+    assert all(form in found for form in FORMS)
+
+
+def test_a_family_that_copies_the_code_is_known_without_a_name(tmp_path: Path) -> None:
+    model = models.llama4()
+    moe = model.model.layers[1].feed_forward
+    path = tmp_path / "copied.py"
+    source = inspect.getsource(type(moe)).replace("class Llama4TextMoe", "class OtherMoe")
+    path.write_text(f"import torch\nfrom torch import nn\n\n{source}")
+    spec = importlib.util.spec_from_file_location("copied", path)
+    assert spec is not None
+    assert spec.loader is not None
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    moe.__class__ = copied.OtherMoe
+    assert set(known_modules(model)) == {"model.layers.1.feed_forward", "model.layers.3.feed_forward"}
+
+
+@pytest.mark.parametrize("part", ["", "experts", "router"])
+def test_a_forward_that_is_not_the_known_one_is_refused(part: str) -> None:
+    model = models.llama4()
+    assert causal_lm(model).tails_expected == 2
+    for number in (1, 3):
+        module = model.get_submodule(f"model.layers.{number}.feed_forward").get_submodule(part)
+        changed = type("Changed", (type(module),), {"forward": lambda self, x: type(self).__mro__[1].forward(self, x)})
+        module.__class__ = changed
+    line = "the experts of Llama4ForCausalLM take no experts implementation and their code is none that moetrt knows"
+    with pytest.raises(InputError, match=line):
+        causal_lm(model)
+
+
+def test_a_forward_on_the_instance_is_not_the_known_one() -> None:
+    model = models.dbrx()
+    experts = model.transformer.blocks[0].ffn.experts
+    own = experts.forward
+    experts.forward = lambda *args: own(*args)
+    assert set(known_modules(model)) == {"transformer.blocks.1.ffn.experts"}
+
+
+def test_what_has_no_source_has_no_digest() -> None:
+    assert digest(len) == ""
+    assert digest(eval("lambda x: x")) == ""
+
+
+def pair_of(x: torch.Tensor) -> Any:
+    return torch.view_as_complex(x)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, y: x * y,
+        lambda x, y: x + y,
+        lambda x, y: torch.mul(x, y),
+        lambda x, y: torch.add(x, y),
+        lambda x, y: x * 0.5 + 2,
+        lambda x, y: 2 + 0.5 * x,
+        lambda x, y: x * (1 + 2j),
+        lambda x, y: x * torch.arange(4.0),
+        lambda x, y: torch.arange(4.0) * x,
+        lambda x, y: torch.arange(4.0) + x,
+        lambda x, y: x.conj() * y,
+        lambda x, y: x.unsqueeze(1) * y[:, None],
+        lambda x, y: x[:, :, None, :] * y[:, :, None, 1:2],
+        lambda x, y: torch.unsqueeze(x, 0),
+        lambda x, y: torch.transpose(x, -1, -2),
+        lambda x, y: x.transpose(0, 1).reshape(-1, 4).squeeze(0),
+        lambda x, y: x.permute(2, 0, 1).flatten(1),
+        lambda x, y: x[:1].expand(2, -1, -1).repeat(1, 2, 1),
+        lambda x, y: x.to(y.device).view(6, x.shape[-1]),
+        lambda x, y: torch.complex(torch.real(x), y.imag) * x.size(0) * x.size()[1] * x.dim() * x.ndim,
+        lambda x, y: torch.polar(x.real.abs(), y.imag),
+    ],
+)
+def test_pairs_are_complex_numbers(compute: Callable[[Any, Any], Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2, 3, 4, 2, generator=generator) for _ in range(2))
+    wanted = torch.view_as_real(compute(pair_of(first), pair_of(second)))
+    with real_pairs():
+        result = compute(pair_of(first), pair_of(second))
+        got = torch.view_as_real(result)
+    assert isinstance(result, Pair)
+    assert got.shape == wanted.shape
+    # A product is two roundings and a sum, in another order where a processor fuses them.
+    assert (got - wanted).abs().max() <= 4 * torch.finfo(torch.float32).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (lambda x: x.to(torch.complex128), r"to\(torch.complex128\)"),
+        (lambda x: x.abs(), "abs"),
+        (lambda x: torch.exp(x), "exp"),
+        (lambda x: torch.cat((x, x)), "cat"),
+        (lambda x: torch.mul(torch.ones(2), other=x), "mul"),
+    ],
+)
+def test_other_uses_of_complex_numbers_are_refused_by_name(compute: Callable[[Any], Any], name: str) -> None:
+    with real_pairs():
+        pair = pair_of(torch.ones(2, 2))
+        with pytest.raises((InputError, AttributeError), match=f"complex numbers were used in '{name}'; ONNX has none"):
+            compute(pair)
+
+
+def test_complex_numbers_of_other_code_stay_as_they_are() -> None:
+    with real_pairs():
+        assert torch.fft.fft(torch.ones(4)).is_complex()
+        assert torch.ones(2, dtype=torch.complex64).is_complex()
