@@ -21,7 +21,7 @@ SOURCE = "10c023608ca373ed"
 
 @contextmanager
 def delta_rule_as_scan(module: torch.nn.Module) -> Iterator[None]:
-    """While the block runs, the linear attention of the models in ``module`` is `by_token`, where it is the known one."""
+    """While the block runs, models in ``module`` whose linear attention is the known one call `by_token` for it."""
     files = {type(child).__module__ for child in module.modules()}
     with ExitStack() as stack:
         for name in sorted(files):
