@@ -239,6 +239,43 @@ def test_tail_in_a_branch(both: bool) -> None:
     assert_same_numbers(model, after)
 
 
+@pytest.mark.parametrize("inner", ["norm", "gamma"])
+def test_norm_in_a_branch_and_the_sum_outside(inner: str) -> None:
+    """An inner graph's outputs must be its own: the norm stays there, and the rest is mapped."""
+    g = Graph()
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    within = Graph()
+    if inner == "norm":
+        normal = NormForm().write(within, hidden, rank=2)
+    else:
+        inverse = g.op("Reciprocal", g.op("Sqrt", g.add(g.mean(g.op("Mul", hidden, hidden)), g.const(1e-5))))
+        normal = within.mul(g.mul(hidden, inverse), within.vector(1))
+    info = helper.make_tensor_value_info(normal, TensorProto.FLOAT, ["T", HIDDEN])
+    # Names of one graph only: those of the outer one are taken.
+    prefix = {name: f"inner_{name}" for node in within.nodes for name in node.output}
+    prefix |= {name: f"inner_{name}" for name in within.initializers}
+    for node in within.nodes:
+        node.input[:] = [prefix.get(name, name) for name in node.input]
+        node.output[:] = [prefix[name] for name in node.output]
+    for name, tensor in within.initializers.items():
+        tensor.name = prefix[name]
+    info.name = prefix[normal]
+    other = helper.make_tensor_value_info("other", TensorProto.FLOAT, ["T", HIDDEN])
+    chosen = g.op(
+        "If",
+        g.input("flag", [], TensorProto.BOOL),
+        then_branch=helper.make_graph(within.nodes, "then", [], [info], list(within.initializers.values())),
+        else_branch=helper.make_graph([helper.make_node("Neg", [hidden], ["other"])], "else", [], [other]),
+    )
+    g.output(chosen, hidden)
+    model = g.model()
+    after, report = mapped(model)
+    site = only(report)
+    assert (site.operator, site.matched) == ("MoEFinalizeAdd", False)
+    assert "is in an inner graph" in (site.reason or "")
+    assert_same_numbers(model, after)
+
+
 def looped() -> ir.Model:
     """Three layers with the same weights: the residual stream is what the loop carries."""
     g = Graph()

@@ -108,6 +108,8 @@ def find_rms_norm(hidden: ir.Value) -> RmsNorm | str | None:
                 found = _fused(node, source) or _spelled_out(node, source)
                 if found is None:
                     continue
+                if _graph_of(found.result) is not _graph_of(hidden):
+                    raise _No(f"the RMSNorm that gives '{found.result.name}' is in an inner graph")
                 gamma, bias = _gamma(found.gamma, source)
                 if found.multiplicand is not None:
                     _check_readers(found, source)
@@ -115,6 +117,11 @@ def find_rms_norm(hidden: ir.Value) -> RmsNorm | str | None:
             except _No as no:
                 problem = problem or str(no)
     return problem or _grouped(hidden)
+
+
+def _graph_of(value: ir.Value) -> object:
+    producer = value.producer()
+    return producer.graph if producer is not None else None
 
 
 def _sources(source: _Source) -> Iterator[_Source]:
