@@ -6,7 +6,9 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from moetrt import models
-from moetrt.rewrites.delta_rule import NAME, by_token, delta_rule_as_scan
+from moetrt.errors import InputError
+from moetrt.rewrites.delta_rule import NAME, by_token
+from moetrt.rewrites.known_functions import functions_replaced
 
 
 def inputs(seq: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -59,7 +61,7 @@ def test_it_is_set_for_the_export_alone(family, file) -> None:
     before = getattr(file, NAME)
 
     def use() -> None:
-        with delta_rule_as_scan(family()):
+        with functions_replaced(family()):
             assert getattr(file, NAME) is by_token
             raise RuntimeError("in the block")
 
@@ -69,15 +71,17 @@ def test_it_is_set_for_the_export_alone(family, file) -> None:
 
 
 def test_another_models_files_are_left_alone() -> None:
-    with delta_rule_as_scan(models.qwen3_moe()):
+    with functions_replaced(models.qwen3_moe()):
         assert getattr(modeling_qwen3_next, NAME) is not by_token
 
 
-def test_code_that_was_not_read_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_was_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(query: torch.Tensor) -> torch.Tensor:
         return query
 
     model = models.qwen3_next()
     monkeypatch.setattr(modeling_qwen3_next, NAME, other)
-    with delta_rule_as_scan(model):
-        assert getattr(modeling_qwen3_next, NAME) is other
+    line = f"'{NAME}' of .*modeling_qwen3_next is not the code that moetrt knows, so it is not exported"
+    with pytest.raises(InputError, match=line), functions_replaced(model):
+        pass
+    assert getattr(modeling_qwen3_next, NAME) is other

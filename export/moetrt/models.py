@@ -18,6 +18,8 @@ from transformers import (
     GraniteMoeForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MiniMaxM2Config,
@@ -254,6 +256,22 @@ def llama4(top_k: int = 1) -> PreTrainedModel:
         pad_token_id=0,
     )
     return randomized(Llama4ForCausalLM, config)
+
+
+def jamba() -> PreTrainedModel:
+    """Mamba and attention by turns, a MoE of 8 experts, 2 chosen, after every second of 4 layers."""
+    config = JambaConfig(
+        **SMALL | {"num_hidden_layers": 4},
+        num_experts=8,
+        num_experts_per_tok=2,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=4,
+        mamba_dt_rank=8,
+    )
+    return randomized(JambaForCausalLM, config)
 
 
 def phimoe() -> PreTrainedModel:

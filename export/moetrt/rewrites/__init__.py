@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import torch
 
 from moetrt.rewrites.complex_numbers import real_pairs
-from moetrt.rewrites.delta_rule import delta_rule_as_scan
 from moetrt.rewrites.known_forms import re_expressed
+from moetrt.rewrites.known_functions import functions_replaced
 
 
 @contextmanager
 def rewritten(module: torch.nn.Module, experts_form: str) -> Iterator[None]:
     """Applies all of them to ``module``; ``experts_form`` is one of `moetrt.experts.EXPERTS_FORMS`."""
-    with real_pairs(), delta_rule_as_scan(module), re_expressed(module, experts_form):
+    with real_pairs(), functions_replaced(module), re_expressed(module, experts_form):
         yield

@@ -4,31 +4,13 @@ Transformers works through chunks of 64 tokens in a Python loop. A traced graph 
 chunks, so that longer inputs do not run, and 63 steps of arithmetic for each of them.
 """
 
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._higher_order_ops.scan import scan
 
-from moetrt.rewrites.known_forms import digest
-
 NAME = "torch_chunk_gated_delta_rule"
 SOURCE = "10c023608ca373ed"
-
-
-@contextmanager
-def delta_rule_as_scan(module: torch.nn.Module) -> Iterator[None]:
-    """While the block runs, models in ``module`` whose linear attention is the known one call `by_token` for it."""
-    files = {type(child).__module__ for child in module.modules()}
-    with ExitStack() as stack:
-        for name in sorted(files):
-            function = getattr(sys.modules.get(name), NAME, None)
-            if function is not None and digest(function) == SOURCE:
-                stack.enter_context(patch.object(sys.modules[name], NAME, by_token))
-        yield
 
 
 def by_token(
