@@ -1,8 +1,10 @@
 """MoE finalizes as other people write them, exported by PyTorch's two exporters and rewritten by others' optimisers."""
 
 import io
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -234,6 +236,16 @@ DENSE: dict[str, Finalize] = {
 }
 
 
+def expert_by_expert(hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Mixtral's loop of Transformers 4: the tokens of each expert are searched for."""
+    out = torch.zeros_like(hidden)
+    chosen = one_hot(ids, EXPERTS).permute(2, 1, 0)
+    for expert in range(EXPERTS):
+        route, token = torch.where(chosen[expert])
+        out = out.index_add(0, token, torch.tanh(hidden[token] + expert) * weights[token, route, None])
+    return out
+
+
 class Routed(nn.Module):
     """A router's TopK before the tail: the graph shows that a token's experts differ from each other."""
 
@@ -247,7 +259,7 @@ class Routed(nn.Module):
         return self.tail(rows, weights.to(rows.dtype), ids, shared, residual)
 
 
-FORMS: dict[str, Finalize] = BY_MAP | BY_ROUTE | DENSE
+FORMS: dict[str, Finalize] = BY_MAP | BY_ROUTE | DENSE | {"expert_by_expert": expert_by_expert}
 
 _SYMBOLS = {
     "rows": {0: "R"},
@@ -262,7 +274,7 @@ _SYMBOLS = {
 def module_of(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The module whose tail has this form."""
     finalize = FORMS[name]
-    return (Routed(finalize) if name in DENSE else Tail(finalize)).to(dtype).eval()
+    return (Routed(finalize) if name in DENSE or name == "expert_by_expert" else Tail(finalize)).to(dtype).eval()
 
 
 def inputs_of(
@@ -275,7 +287,9 @@ def inputs_of(
         return torch.randn(*shape, generator=random)
 
     tokens = batch * seq
-    if name in DENSE:
+    if name == "expert_by_expert":
+        first = {"rows": normal(tokens, HIDDEN), "logits": normal(tokens, EXPERTS)}
+    elif name in DENSE:
         first = {"rows": normal(EXPERTS, tokens, HIDDEN), "logits": normal(tokens, EXPERTS)}
     elif name in BY_ROUTE:
         ids = torch.rand(tokens, EXPERTS, generator=random).argsort(-1)[:, :TOP_K].contiguous()
@@ -329,3 +343,40 @@ def export_form(
         )
     assert program is not None
     return ir.to_proto(program.model)
+
+
+def by_onnxsim(model: onnx.ModelProto) -> onnx.ModelProto:
+    """What onnxsim makes of the model."""
+    import onnxsim
+
+    simplified, _ = onnxsim.simplify(model)
+    return simplified
+
+
+def by_onnxruntime(model: onnx.ModelProto) -> onnx.ModelProto:
+    """What ONNX Runtime's offline optimisation of the basic level, which keeps to standard operators, makes of it."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.log_severity_level = 3
+    with tempfile.TemporaryDirectory(prefix="moetrt-") as folder:
+        options.optimized_model_filepath = str(Path(folder) / "optimised.onnx")
+        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return onnx.load(options.optimized_model_filepath)
+
+
+def by_onnxscript(model: onnx.ModelProto) -> onnx.ModelProto:
+    """What onnxscript's optimiser makes of it."""
+    import onnxscript.optimizer
+
+    optimised = ir.from_proto(model)
+    onnxscript.optimizer.optimize(optimised)
+    return ir.to_proto(optimised)
+
+
+OPTIMISERS: dict[str, Callable[[onnx.ModelProto], onnx.ModelProto]] = {
+    "onnxsim": by_onnxsim,
+    "onnxruntime": by_onnxruntime,
+    "onnxscript": by_onnxscript,
+}

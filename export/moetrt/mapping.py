@@ -26,6 +26,7 @@ from moetrt.segments.forms import seed_at
 from moetrt.segments.growth import Tail, grow
 from moetrt.segments.reading import dims, named
 from moetrt.segments.rms_norm import RmsNorm
+from moetrt.segments.routers import unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
 from moetrt.shapes import fill_in_shapes
 from moetrt.spec import (
@@ -141,6 +142,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
         for node in list(graph):
             if node.graph is graph:
                 mapper.map_node(node)
+    notes += unheard_routers(_all_nodes(model), _routed_operands(model))
     report = MappingReport(mapper.sites, _expected(model), sort_topk(model), notes)
     if function:
         attach_functions(model)
@@ -167,6 +169,14 @@ def check_operator_node(node: ir.Node) -> None:
         sizes = [size if isinstance(size, int) else None for size in dims(value) or ()]
         operands[name] = KnownOperand(str(value.dtype.numpy()), sizes)
     check_operands(OPERATORS[node.op_type], operands, where=f"node '{node.name}' ({node.op_type})")
+
+
+def _routed_operands(model: ir.Model) -> Iterator[ir.Value]:
+    """The weights and maps of the model's plugin nodes."""
+    for node in _all_nodes(model):
+        if operator_of(node) is not None:
+            inputs = named_inputs(node)
+            yield from (inputs[name] for name in ("expert_weights", "expanded_idx_to_permuted_idx") if name in inputs)
 
 
 def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:

@@ -5,6 +5,7 @@ import onnx_ir as ir
 
 from moetrt.onnx_files import without_external_data
 from moetrt.onnx_op import attach_functions, remove_functions
+from moetrt.segments.reading import FLOAT_DTYPES, is_op
 
 
 def fill_in_shapes(model: ir.Model) -> None:
@@ -12,9 +13,15 @@ def fill_in_shapes(model: ir.Model) -> None:
 
     Where inference stops, nothing is changed: who needs a shape then says that it is not known.
     """
-    values = (value for graph in model.graphs() for node in graph for value in node.outputs)
-    if all(value.dtype is not None and value.shape is not None for value in values):
-        return
+    values = [value for graph in model.graphs() for node in graph for value in node.outputs]
+    if any(value.dtype is None or value.shape is None for value in values):
+        _fill_by_onnx(model)
+    if any(_lacks_width(node) for graph in model.graphs() for node in graph):
+        _fill_symbols(model)
+
+
+def _fill_by_onnx(model: ir.Model) -> None:
+    """Gives values without a dtype or shape what onnx infers."""
     # Inference looks into functions, so that it passes the operators' nodes.
     attach_functions(model)
     try:
@@ -24,19 +31,17 @@ def fill_in_shapes(model: ir.Model) -> None:
     finally:
         remove_functions(model)
     _fill(model.graph, proto.graph)
-    _fill_symbols(model)
 
 
 def _fill_symbols(model: ir.Model) -> None:
-    """Gives what TorchScript computed from shapes the dimensions that ONNX Runtime's symbolic inference finds.
+    """Gives unknown dimensions what ONNX Runtime's symbolic inference finds.
 
-    onnx's own inference knows no "2*T", which is what a view of [T*K, H] as [T, K, H] takes.
+    onnx's own inference knows no "2*T", which a view of [T*K, H] as [T, K, H] takes where TorchScript computed its
+    sizes from other shapes.
     """
-    values = {value.name: value for node in model.graph for value in node.outputs}
-    if not any(_has_unknown(value) for value in values.values()):
-        return
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
+    values = {value.name: value for node in model.graph for value in node.outputs}
     try:
         proto = SymbolicShapeInference.infer_shapes(without_external_data(ir.to_proto(model)), auto_merge=True)
     except Exception:  # it raises plain Exceptions, and whatever its handlers run into: the shapes stay unknown
@@ -47,10 +52,27 @@ def _fill_symbols(model: ir.Model) -> None:
             value.shape = ir.from_proto(info).shape or value.shape
 
 
+def _lacks_width(node: ir.Node) -> bool:
+    """Whether ``node`` adds or reshapes what may be hidden states of unknown width; masks and angles are no matter."""
+    if is_op(node, "Reshape"):
+        source = node.inputs[0]
+        # Attention reshapes its heads, of more dimensions, in ways that no tail depends on.
+        if source is None or source.shape is None or len(source.shape) not in (2, 3) or _is_unknown(source.shape[-1]):
+            return False
+    elif not is_op(node, "Add", "ReduceSum", "Einsum", "ScatterElements", "ScatterND"):
+        return False
+    # What is scattered may be broadcast to any shape.
+    read = node.inputs[:1] if is_op(node, "ScatterElements", "ScatterND") else node.inputs
+    values = [value for value in (*read, *node.outputs) if value is not None and value.dtype in FLOAT_DTYPES]
+    return any(value.shape is None or (len(value.shape) in (2, 3) and _is_unknown(value.shape[-1])) for value in values)
+
+
+def _is_unknown(size: int | ir.SymbolicDim) -> bool:
+    return not isinstance(size, int) and (size.value is None or size.value.startswith("unk__"))
+
+
 def _has_unknown(value: ir.Value) -> bool:
-    return value.shape is None or any(
-        not isinstance(size, int) and (size.value is None or size.value.startswith("unk__")) for size in value.shape
-    )
+    return value.shape is None or any(_is_unknown(size) for size in value.shape)
 
 
 def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:

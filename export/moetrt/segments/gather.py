@@ -7,7 +7,7 @@ import onnx_ir as ir
 from moetrt.segments.combine import Combine, combine_of
 from moetrt.segments.indices import is_permutation
 from moetrt.segments.maps import dense_map, inverse_map, inverted, route_numbers
-from moetrt.segments.reading import before_upcast, dim, dims, is_op, named, rank
+from moetrt.segments.reading import before_upcast, dim, dims, input_of, is_op, named, rank, same_shape
 from moetrt.segments.routers import is_routed
 from moetrt.segments.routes import (
     Found,
@@ -25,7 +25,7 @@ from moetrt.segments.routes import (
     without_reshapes,
 )
 from moetrt.segments.sums import Sum, sum_of
-from moetrt.segments.tail import Operand, Seed
+from moetrt.segments.tail import Operand, Seed, Term
 
 FORM = "gather"
 ROUTE_FORM = "rows by route"
@@ -38,7 +38,7 @@ MOST_ROUTES = 64
 
 def seed_at(node: ir.Node) -> Seed | None:
     """The seed whose sum over k ``node`` is, or None."""
-    if not is_op(node, "ReduceSum", "Einsum", "MatMul"):
+    if not is_op(node, "ReduceSum", "Einsum", "MatMul", "Gemm"):
         return None
     try:
         return _by_matrix(node) or _by_sum(node)
@@ -188,7 +188,10 @@ def chosen_experts(end: ir.Node, rows: Operand, weighted: Found, combine: Combin
 
 def _by_matrix(node: ir.Node) -> Seed | None:
     """A combine matrix [T, R] times the rows [R, H]."""
-    if is_op(node, "MatMul"):
+    gemm = is_op(node, "Gemm") and not {"transA", "transB"} & {
+        name for name, attribute in node.attributes.items() if attribute.value
+    }
+    if is_op(node, "MatMul") or gemm:
         matrix, rows = given(node.inputs[0]), given(node.inputs[1])
     elif is_op(node, "Einsum"):
         left, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
@@ -208,4 +211,18 @@ def _by_matrix(node: ir.Node) -> Seed | None:
     if combine is None:
         return None
     seed = picked_seed(ONE_HOT_FORM, node, rows, combine.index, combine.found, masked=combine.masked)
-    return replace(seed, problem=combine.problem) if combine.problem is not None else seed
+    seed.problem = combine.problem or seed.problem
+    if gemm:
+        _take_gemm(seed, node)
+    return seed
+
+
+def _take_gemm(seed: Seed, node: ir.Node) -> None:
+    """What a Gemm, into which ONNX Runtime puts the addition that follows a MatMul, does beside the product."""
+    seed.scale *= node.attributes.get_float("alpha", 1.0)
+    added, scale = input_of(node, 2), node.attributes.get_float("beta", 1.0)
+    if added is None or scale == 0:
+        return
+    if not same_shape(added, node.outputs[0]) or added.dtype != seed.data or seed.scale == 0:
+        seed.problem = seed.problem or f"{named(node)} adds '{added.name}' of shape {dims(added)} to the sum"
+    seed.terms.append(Term(Operand(added), scale=scale))

@@ -1,5 +1,6 @@
 """Integer subgraphs are computed at a few sizes: exporters spell arange, repeat and floor division in too many ways."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -192,15 +193,23 @@ def permutation_behind(value: ir.Value) -> ir.Value | None:
     return None
 
 
-def tokens_of_routes(
-    token: ir.Value, permutation: ir.Value | None, count: int | str | None, tokens: int | str | None
-) -> int | None:
+def _count(permutation: ir.Value, sizes: Sizes) -> int | None:
+    """How many elements an argsort has: as many as what it sorts had before it was flattened."""
+    node = permutation.producer()
+    sorted_values = node.inputs[0] if node is not None else None
+    while sorted_values is not None and (made := sorted_values.producer()) is not None and is_op(made, "Reshape"):
+        sorted_values = made.inputs[0]
+    known = dims(sorted_values) if sorted_values is not None else None
+    numbers = [sizes.of(size) for size in known or [None]]
+    return None if None in numbers else math.prod(number for number in numbers if number is not None)
+
+
+def tokens_of_routes(token: ir.Value, permutation: ir.Value | None, tokens: int | str | None) -> int | None:
     """K, where ``token`` names each route's token and the routes lie token by token before the permutation.
 
     Args:
         token: the token of each row.
         permutation: the route of each row; None where the rows lie in the routes' order.
-        count: the number of the permutation's elements; not read without one.
         tokens: T.
     """
     how = formula(token, permutation)
@@ -210,7 +219,7 @@ def tokens_of_routes(
     for trial in TRIALS:
         sizes = Sizes(trial)
         wanted = sizes.of(tokens)
-        number = sizes.of(count) if permutation is not None else None
+        number = _count(permutation, sizes) if permutation is not None else None
         order = None if number is None else np.random.default_rng(trial).permutation(number)
         if wanted is None or (permutation is not None and order is None):
             return None

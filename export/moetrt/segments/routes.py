@@ -126,7 +126,7 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
             value = routes
         elif is_op(node, "Where") and (kept := _take_mask(node, found)) is not None:
             value = kept
-        elif is_op(node, "Transpose") and rank(value) == 3 and permutation_of(node) == [1, 0, 2]:
+        elif is_op(node, "Transpose") and _swaps_t_and_k(node, source, found):
             found.k_first = not found.k_first
             value = source
         else:
@@ -136,12 +136,20 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
 
 def _is_view(node: ir.Node, source: ir.Value, value: ir.Value) -> bool:
     """Whether ``value`` has the rows of ``source`` in their order, each once."""
-    if is_op(node, "Identity"):
-        return True
-    if is_op(node, "Reshape", "Unsqueeze"):
-        return (rank(source), rank(value)) == (2, 3) and _same_width(source, value)
+    if is_op(node, *_RESHAPES):
+        return {rank(source), rank(value)} <= {2, 3, 4} and _same_width(source, value)
+    if is_op(node, "Slice"):
+        # As long as what it is cut from, and in its order.
+        steps = input_of(node, 4)
+        return dims(source) == dims(value) and (steps is None or set(ints(steps) or [0]) == {1})
     # An Expand to the shape that its input has; one that repeats a single row has a 1 there.
     return is_op(node, "Expand") and rank(source) == rank(value) and _same_width(source, value) and dim(source, 0) != 1
+
+
+def _swaps_t_and_k(node: ir.Node, source: ir.Value, found: Found) -> bool:
+    if rank(source) != 3 or permutation_of(node) != [1, 0, 2]:
+        return False
+    return dim(source, 1 if found.k_first else 0) == found.top_k
 
 
 def _same_width(one: ir.Value, other: ir.Value) -> bool:

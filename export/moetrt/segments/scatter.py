@@ -7,7 +7,7 @@ import onnx_ir as ir
 from moetrt.segments.gather import sorted_source
 from moetrt.segments.indices import permutation_behind, tokens_of_routes
 from moetrt.segments.maps import inverse_map
-from moetrt.segments.reading import before_upcast, dim, is_op, named, other_input, rank, scalar, sole_reader
+from moetrt.segments.reading import before_upcast, dim, is_op, named, other_input, rank, readers, scalar, sole_reader
 from moetrt.segments.routes import (
     Found,
     NotThis,
@@ -33,11 +33,13 @@ class _Added:
         into: what they are added to.
         token: the token of each row.
         rows: the weighted rows.
+        overwrites: whether a later row of a token takes the place of an earlier one.
     """
 
     into: ir.Value
     token: ir.Value
     rows: ir.Value
+    overwrites: bool
 
 
 def seed_at(node: ir.Node) -> Seed | None:
@@ -56,6 +58,8 @@ def _seed(node: ir.Node) -> Seed | None:
         return None
     if _by_expert(added):
         return _loop_over_experts(node, added)
+    if added.overwrites:
+        return _overwritten(node, added)
     found = Found()
     rows = walk_back(added.rows, found)
     data = before_upcast(rows.value) if rows.value is not None else None
@@ -68,7 +72,11 @@ def _seed(node: ir.Node) -> Seed | None:
 
 def _added(node: ir.Node) -> _Added | None:
     into, index, rows = (given(node.inputs[position]) for position in range(3))
-    if node.attributes.get_string("reduction", "none") != "add" or rank(into) != 2 or rank(rows) != 2:
+    reduction = node.attributes.get_string("reduction", "none")
+    if reduction not in ("add", "none") or rank(into) != 2 or rank(rows) != 2:
+        return None
+    # What only puts values at places (an image's embeddings among a text's) is no sum.
+    if reduction == "none" and (scalar(into) != 0 or not _is_weighted(rows)):
         return None
     if is_op(node, "ScatterElements"):
         if node.attributes.get_int("axis", 0) not in (0, -2):
@@ -76,7 +84,32 @@ def _added(node: ir.Node) -> _Added | None:
         index = _repeated_along_columns(index)
     if rank(index) != 2 or dim(index, -1) != 1:
         return None
-    return _Added(into, index, rows)
+    return _Added(into, index, rows, reduction == "none")
+
+
+def _is_weighted(rows: ir.Value) -> bool:
+    found = Found()
+    walk_back(rows, found)
+    return bool(found.weights)
+
+
+def _overwritten(node: ir.Node, added: _Added) -> Seed | None:
+    """The site of a sum that is none, because each row takes the place of the token's row before; None otherwise."""
+    order = permutation_behind(added.token)
+    top_k = tokens_of_routes(added.token, order, dim(added.into, 0))
+    if top_k is None or top_k == 1:
+        return None
+    return Seed(
+        form=FORM,
+        node=node,
+        value=node.outputs[0],
+        operands={"gemm2_permuted": Operand(without_reshapes(added.rows))},
+        problem=(
+            f"{named(node)} overwrites a token's rows one by one instead of adding them (reduction 'none'), so the "
+            "file gives other numbers than the model: TorchScript's exporter writes index_add and index_put so; use "
+            "scatter_add, or torch.onnx.export(dynamo=True)"
+        ),
+    )
 
 
 def _repeated_along_columns(index: ir.Value) -> ir.Value:
@@ -92,7 +125,7 @@ def _repeated_along_columns(index: ir.Value) -> ir.Value:
 
 def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: Found) -> Seed:
     order = permutation_behind(added.token)
-    top_k = tokens_of_routes(added.token, order, dim(order, 0) if order is not None else None, dim(added.into, 0))
+    top_k = tokens_of_routes(added.token, order, dim(added.into, 0))
     problem: str | None = None
     weights = found.weights[0]
     if top_k is None:
@@ -151,15 +184,25 @@ def _adds_an_expert(node: ir.Node) -> bool:
     return added is not None and _by_expert(added)
 
 
+def _another_follows(node: ir.Node) -> bool:
+    """Whether the rows of another expert are added to what ``node`` made, in it or by an Add after it."""
+    pending, hops = readers(node.outputs[0]), 0
+    while pending and hops < 8:
+        hops += 1
+        reader = pending.pop(0)
+        if is_op(reader, "ScatterElements", "ScatterND") and _adds_an_expert(reader):
+            return True
+        if is_op(reader, "Add", "Cast", "Identity"):
+            made = [value.producer() for value in reader.inputs if value is not None]
+            if any(other is not None and other is not node and _adds_an_expert(other) for other in made):
+                return True
+            pending += readers(reader.outputs[0])
+    return False
+
+
 def _loop_over_experts(node: ir.Node, added: _Added) -> Seed | None:
     """The site of a loop over experts, at its last addition; None at the others."""
-    reader = sole_reader(node.outputs[0])
-    while reader is not None and is_op(reader, "Add", "Cast", "Identity"):
-        others = [value.producer() for value in reader.inputs if value is not None]
-        if any(other is not None and other is not node and _adds_an_expert(other) for other in others):
-            return None
-        reader = sole_reader(reader.outputs[0])
-    if reader is not None and _adds_an_expert(reader):
+    if _another_follows(node):
         return None
     rows = without_reshapes(added.rows)
     return Seed(
