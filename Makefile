@@ -18,11 +18,12 @@ CXX_SOURCES := $(shell find plugins tests -type f \( -name '*.h' -o -name '*.hpp
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo test lint unit format clean accuracy budget traffic gpu-check
+.PHONY: help install demo test lint unit format clean families accuracy budget traffic gpu-check
 
 help:
 	@echo "make demo     install into .venv, build the plugin library, take a DeepSeek-V3-architecture model to an engine"
 	@echo "make test     install what is missing, lint, type-check and run the tests"
+	@echo "make families each MoE family through every step, into docs/families.md; takes minutes"
 	@echo "make accuracy the kernel's error against float64, beside eager PyTorch's and a bf16 sum's"
 	@echo "make budget   what each kernel takes of a multiprocessor, read from its machine code"
 	@echo "make traffic  the bytes a tail must move; ARGS='--model gpt-oss --tokens 64 --bandwidth 4.8'"
@@ -66,6 +67,9 @@ unit: install
 	$(BIN)/python -m pytest $(ARGS)
 
 test: lint unit
+
+families: install
+	@$(BIN)/moetrt families --page docs/families.md $(ARGS)
 
 accuracy: install
 	@$(BIN)/python -m benchmarks.accuracy $(ARGS)

@@ -342,6 +342,47 @@ def demo_command(out: Any, output: str, seed: int) -> None:
         raise Shortfall(f"the demo fell short in: {', '.join(short)}")
 
 
+@_command("families")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--json", "json_path", metavar="FILE", help="Also write every row with its sites and figures as JSON.")
+@click.option("--page", "page_path", metavar="FILE", help="Also write the table of all families as a Markdown page.")
+@click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="fp32, bf16 or fp16; default: each of them.")
+@click.option("-j", "--jobs", type=int, metavar="N", help="Families to run at a time; default: one a processor.")
+def families_command(
+    out: Any,
+    names: tuple[str, ...],
+    json_path: str | None,
+    page_path: str | None,
+    dtypes: tuple[str, ...],
+    jobs: int | None,
+) -> None:
+    """Take small models of the MoE families NAME, or all, through export, map, compare and build."""
+    if page_path is not None and (names or dtypes):
+        raise InputError("--page was given with families or dtypes; it is a page of all families in all dtypes")
+    from moetrt.families import DTYPES, default_jobs, family_names, run_families
+    from moetrt.families_page import COLUMNS, cells, page
+    from moetrt.files import output_file, write_atomically
+
+    for path in filter(None, (json_path, page_path)):
+        output_file(path)
+    rows = []
+    with out.bar("families", len(set(names)) or len(family_names())) as done:
+        for row in run_families(names, dtypes=dtypes or DTYPES, jobs=default_jobs() if jobs is None else jobs):
+            rows.append(row)
+            done(f"{row.name}: {row.model}" if row.ok else f"{row.name}: {'; '.join(row.problems())}", row.ok)
+    rows.sort(key=lambda row: row.name)
+    out.table(COLUMNS, [cells(row) for row in rows])
+    if json_path is not None:
+        with write_atomically(json_path) as temporary:
+            temporary.write_text(json.dumps([row.as_dict() for row in rows], indent=2) + "\n", encoding="utf-8")
+    failed = [row.name for row in rows if not row.ok]
+    if failed:
+        raise Shortfall(f"not as they should be: {', '.join(failed)}")
+    if page_path is not None:
+        with write_atomically(page_path) as temporary:
+            temporary.write_text(page(rows), encoding="utf-8")
+
+
 @_command("doctor")
 @click.option("--build", "build_library", is_flag=True, help="Build the plugin library when it is missing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -2,11 +2,12 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -90,3 +91,22 @@ class Output:
         )
         for detail in step.details:
             self.line(f"       {detail}")
+
+    @contextmanager
+    def bar(self, name: str, total: int) -> Iterator[Callable[[str, bool], None]]:
+        """Shows how much of a long run is done, where somebody is watching.
+
+        Yields:
+            A function that prints the result of one more part, and whether it is as it should be.
+        """
+        watched = self._console.is_terminal and not self.quiet
+        with Progress(console=self._console, disable=not watched, transient=True) as progress:
+            task = progress.add_task(name, total=total)
+
+            def done(text: str, ok: bool) -> None:
+                mark, style = ("ok", "green") if ok else ("FAILED", "bold red")
+                self._console.print(Text.assemble((f"{mark:<7}", style), text), soft_wrap=True)
+                progress.advance(task)
+
+            with redirect_stdout(sys.stderr):
+                yield done
