@@ -12,12 +12,17 @@ import torch
 from transformers.models.jamba import modeling_jamba
 
 from moetrt import models
+from moetrt.capture import export
 from moetrt.errors import InputError
 from moetrt.experts import EXPERTS_FORMS, deferred_finalize
 from moetrt.huggingface import causal_lm
+from moetrt.mapping import map_file
+from moetrt.onnx_files import load_model
+from moetrt.parity import compare
 from moetrt.rewrites import rewritten, selective_scan
 from moetrt.rewrites.complex_numbers import Pair, real_pairs
 from moetrt.rewrites.known_forms import FORMS, digest, known_modules
+from moetrt.source import as_source
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek_v2": models.deepseek_v2,
@@ -128,6 +133,28 @@ def test_selective_scan_by_token_gives_what_the_loop_gives() -> None:
             # Each of 33 tokens rounds a few times, and what was rounded decays.
             assert (one - other).abs().max() <= 33 * torch.finfo(torch.float32).eps * other.abs().max()
         assert torch.equal(selective_scan.by_token(hidden, steps, A, B, C, **options), got)
+
+
+def test_llama4_of_three_experts_a_token_is_mapped_in_the_dense_form(tmp_path: Path) -> None:
+    """The released models choose one; `moetrt families` takes that one through all steps, in the gathered form."""
+    model = models.llama4(top_k=3)
+    source = as_source(model)
+    exported = export(source, tmp_path, experts="dense")
+    graph = load_model(exported.model_path).graph
+    # The choice that is made once more is one node with the router's own.
+    assert sum(node.op_type == "TopK" for node in graph) == 2
+    # No weight is stored twice, or transposed.
+    stored = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value)
+    assert 0 <= stored - sum(tensor.nbytes for tensor in model.parameters()) < 2048
+    report = map_file(exported.model_path, tmp_path / "mapped.onnx")
+    assert (report.found, report.expected, report.mapped) == (2, 2, 2), report.summary()
+    for site in report.sites:
+        assert site.operator == "MoEFinalizeAddRMSNorm"
+        assert set(site.inputs) >= {"expanded_idx_to_permuted_idx", "shared_output", "residual"}
+        assert site.attributes["apply_expert_weights"] == 0
+    for seed, sizes in enumerate(({"batch": 1, "seq": 1}, {"batch": 3, "seq": 13}, {"batch": 1, "seq": 40})):
+        parity = compare(tmp_path / "mapped.onnx", source, seed=seed, sizes=sizes)
+        assert parity.passed, parity.lines()
 
 
 def test_every_known_form_is_in_this_version_of_transformers() -> None:
