@@ -18,7 +18,7 @@ CXX_SOURCES := $(shell find plugins tests -type f \( -name '*.h' -o -name '*.hpp
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo test lint unit format clean families accuracy budget traffic gpu-check
+.PHONY: help install demo test lint unit format clean families accuracy budget traffic mapping-benchmark gpu-check
 
 help:
 	@echo "make demo     install into .venv, build the plugin library, take a DeepSeek-V3-architecture model to an engine"
@@ -27,6 +27,7 @@ help:
 	@echo "make accuracy the kernel's error against float64, beside eager PyTorch's and a bf16 sum's"
 	@echo "make budget   what each kernel takes of a multiprocessor, read from its machine code"
 	@echo "make traffic  the bytes a tail must move; ARGS='--model gpt-oss --tokens 64 --bandwidth 4.8'"
+	@echo "make mapping-benchmark  time and memory of 'moetrt map' for models of 94 and 61 layers"
 	@echo "make gpu-check on an NVIDIA GPU: the tests that need one, then times, into benchmarks/results"
 	@echo "make install  only install into .venv and build the plugin library"
 	@echo "make lint     ruff, mypy and clang-format, changing nothing"
@@ -79,6 +80,9 @@ budget: install
 
 traffic: install
 	@$(BIN)/python -m benchmarks.traffic $(ARGS)
+
+mapping-benchmark: install
+	@$(BIN)/python -m benchmarks.mapping $(ARGS)
 
 gpu-check: install
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
