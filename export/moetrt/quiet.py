@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LOGGERS = ("torch", "torch.onnx", "torch.export", "torch.fx", "transformers", "onnxscript", "onnx_ir")
+_LOGGERS = ("torch", "torch.onnx", "torch.export", "torch.fx", "transformers", "onnxscript", "onnx_ir", "onnxruntime")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import onnx_ir as ir
 
 from moetrt.onnx_files import without_external_data
 from moetrt.onnx_op import attach_functions, remove_functions
+from moetrt.quiet import quiet
 from moetrt.segments.reading import FLOAT_DTYPES, is_op
 
 
@@ -42,11 +43,16 @@ def _fill_symbols(model: ir.Model) -> None:
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     values = {value.name: value for node in model.graph for value in node.outputs}
+    # Not its `infer_shapes`, which writes a file into the working folder where it cannot infer everything.
+    inference = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=True, guess_output_rank=False, verbose=0)
     try:
-        proto = SymbolicShapeInference.infer_shapes(without_external_data(ir.to_proto(model)), auto_merge=True)
+        with quiet():
+            inference._preprocess(without_external_data(ir.to_proto(model)))
+            while inference.run_:
+                inference._infer_impl()
     except Exception:  # it raises plain Exceptions, and whatever its handlers run into: the shapes stay unknown
         return
-    for info in proto.graph.value_info:
+    for info in inference.out_mp_.graph.value_info:
         value = values.get(info.name)
         if value is not None and _has_unknown(value):
             value.shape = ir.from_proto(info).shape or value.shape
@@ -61,8 +67,9 @@ def _lacks_width(node: ir.Node) -> bool:
             return False
     elif not is_op(node, "Add", "ReduceSum", "Einsum", "ScatterElements", "ScatterND"):
         return False
-    # What is scattered may be broadcast to any shape.
-    read = node.inputs[:1] if is_op(node, "ScatterElements", "ScatterND") else node.inputs
+    # What is scattered along another axis marks groups of experts.
+    along = node.attributes.get_int("axis", 0) if is_op(node, "ScatterElements") else 0
+    read = node.inputs[:1] if along != 0 else node.inputs
     values = [value for value in (*read, *node.outputs) if value is not None and value.dtype in FLOAT_DTYPES]
     return any(value.shape is None or (len(value.shape) in (2, 3) and _is_unknown(value.shape[-1])) for value in values)
 
