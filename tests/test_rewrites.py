@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.jamba import modeling_jamba
 
 from moetrt import models
-from moetrt.capture import export
+from moetrt.capture import capture, export
 from moetrt.errors import InputError
 from moetrt.experts import EXPERTS_FORMS, deferred_finalize
 from moetrt.huggingface import causal_lm
-from moetrt.mapping import map_file
+from moetrt.mapping import map_file, map_model
 from moetrt.onnx_files import load_model
 from moetrt.parity import compare
 from moetrt.rewrites import rewritten, selective_scan
 from moetrt.rewrites.complex_numbers import Pair, real_pairs
 from moetrt.rewrites.known_forms import FORMS, digest, known_modules
-from moetrt.source import as_source
+from moetrt.rewrites.scalars import scalars_keep_their_value
+from moetrt.source import as_source, load_source
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek_v2": models.deepseek_v2,
@@ -268,3 +270,74 @@ def test_complex_numbers_of_other_code_stay_as_they_are() -> None:
     with real_pairs():
         assert torch.fft.fft(torch.ones(4)).is_complex()
         assert torch.ones(2, dtype=torch.complex64).is_complex()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x * 0.22,
+        lambda x: 0.22 * x,
+        lambda x: torch.mul(x, 0.22),
+        lambda x: x.mul(0.22),
+        lambda x: x / 6.1,
+        lambda x: torch.div(x, 0.7),
+    ],
+)
+def test_products_of_halves_and_numbers_are_pytorchs(
+    compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = compute(x)
+    seen: list[torch.dtype] = []
+    with scalars_keep_their_value(), Dtypes(seen):
+        got = compute(x)
+    assert got.dtype == dtype
+    assert torch.equal(got, wanted)
+    assert seen == [torch.float32]
+
+
+class Dtypes(TorchDispatchMode):
+    """Keeps the dtypes that arithmetic is done in."""
+
+    def __init__(self, seen: list[torch.dtype]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ in ("mul", "div", "add", "reciprocal"):
+            tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+            if tensor.dim():
+                self.seen.append(tensor.dtype)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x * 0.5,  # which bfloat16 has
+        lambda x: x * 3,
+        lambda x: x.float() * 0.22,
+        lambda x: x * x,
+        lambda x: x + 0.22,  # which PyTorch rounds to bfloat16
+        lambda x: 0.22 / x,
+        lambda x: torch.add(x, x, alpha=0.22),
+        lambda x: x * float("nan"),
+    ],
+)
+def test_other_arithmetic_is_left_as_it_is(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.ones(3, dtype=torch.bfloat16)
+    wanted: list[torch.dtype] = []
+    got: list[torch.dtype] = []
+    with Dtypes(wanted):
+        compute(x)
+    with scalars_keep_their_value(), Dtypes(got):
+        compute(x)
+    assert got == wanted
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_granites_multiplier_is_in_the_plugins_attribute_as_it_stands_in_the_config(dtype: str) -> None:
+    report = map_model(capture(load_source("moetrt.models:granite_moe", dtype=dtype)))
+    assert report.complete, report.summary()
+    assert [site.attributes["routed_scaling_factor"] for site in report.sites] == pytest.approx([0.22] * 2, rel=1e-7)

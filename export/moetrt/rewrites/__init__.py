@@ -11,10 +11,11 @@ import torch
 from moetrt.rewrites.complex_numbers import real_pairs
 from moetrt.rewrites.known_forms import re_expressed
 from moetrt.rewrites.known_functions import functions_replaced
+from moetrt.rewrites.scalars import scalars_keep_their_value
 
 
 @contextmanager
 def rewritten(module: torch.nn.Module, experts_form: str) -> Iterator[None]:
     """Applies all of them to ``module``; ``experts_form`` is one of `moetrt.experts.EXPERTS_FORMS`."""
-    with real_pairs(), functions_replaced(module), re_expressed(module, experts_form):
+    with real_pairs(), scalars_keep_their_value(), functions_replaced(module), re_expressed(module, experts_form):
         yield
