@@ -243,6 +243,32 @@ def test_a_tail_in_a_function_is_named(tmp_path: Path) -> None:
     assert matched(path) == {}
 
 
+def test_a_tail_in_a_branch_is_named(tmp_path: Path) -> None:
+    """The tool knows the tensors of the outermost graph alone."""
+    model = full_tail().proto()
+    branches = []
+    for name in ("then", "else"):
+        branch = helper.make_graph(model.graph.node, name, [], [])
+        for index, value in enumerate(model.graph.output):
+            branch.output.add().CopyFrom(value)
+            renamed = helper.make_node("Identity", [value.name], [f"{name}_{index}"])
+            branch.node.append(renamed)
+            branch.output[index].name = f"{name}_{index}"
+        branches.append(branch)
+    for index, branch in enumerate(branches):
+        for node in branch.node:
+            node.name = f"{node.name}_{index}"
+    outputs = [value.name for value in model.graph.output]
+    choice = helper.make_node("If", ["choice"], outputs, name="if", then_branch=branches[0], else_branch=branches[1])
+    del model.graph.node[:]
+    del model.graph.value_info[:]
+    model.graph.node.append(choice)
+    model.graph.input.append(helper.make_tensor_value_info("choice", onnx.TensorProto.BOOL, []))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    assert tool("list", path).count("is in an inner graph, which this tool passes over") == 4
+
+
 @pytest.mark.parametrize(
     ("opset", "flag", "words"),
     [

@@ -88,7 +88,7 @@ def export(
         model = capture(source, opset=opset, dynamic=dynamic, experts=experts, progress=progress)
         if progress:
             progress("writing weights")
-        save_model(model, path)
+        save_model(model, path, progress=progress)
         data: Path | None = data_path_of(path)
         if not _has_external_data(model):
             # One that lies there belonged to the file that was just replaced.

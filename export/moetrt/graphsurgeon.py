@@ -11,10 +11,10 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
 from polygraphy.logger import G_LOGGER
 
 from moetrt.errors import MoetrtError
+from moetrt.inlining import inline_functions, normalise_domains
 from moetrt.mapping import map_model
 from moetrt.onnx_op import remove_functions
 from moetrt.spec import DOMAIN, OPERATORS
@@ -109,9 +109,10 @@ def replace_tail(
 def _mapped_copy(graph: gs.Graph) -> _Copy:
     try:
         model = ir.from_proto(gs.export_onnx(graph))
+        # What the mapper does first, done before it: what is new afterwards is what it put in place of a tail.
+        normalise_domains(model)
         remove_functions(model)
-        # The mapper inlines functions that hold tails; done before, what is new afterwards is its own.
-        InlinePass()(model)
+        inline_functions(model)
         before = set(model.graph)
         report = map_model(model)
     except MoetrtError as error:
@@ -121,6 +122,10 @@ def _mapped_copy(graph: gs.Graph) -> _Copy:
         G_LOGGER.warning(f"[moetrt] {site.name}: {site.became}")
     copy = gs.import_onnx(ir.to_proto(model))
     new = {id(theirs): theirs for theirs, ours in zip(copy.nodes, model.graph, strict=True) if ours not in before}
+    top_level = {node.name for node in copy.nodes}
+    for site in report.sites:
+        if site.operator is not None and site.name not in top_level:
+            G_LOGGER.warning(f"[moetrt] {site.name}: is in an inner graph, which this tool passes over")
     here = graph.tensors()
     # One that was a plugin node before is replaced by itself, with all attributes written.
     tails = [_tail(node, new, here) for node in copy.nodes if node.domain == DOMAIN and node.op in OPERATORS]
