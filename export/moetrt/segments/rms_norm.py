@@ -94,6 +94,9 @@ _OTHER_NORMS = {
 }
 
 
+_NORM_OPS = ("RMSNormalization", "SimplifiedLayerNormalization", "ReduceMean", *_OTHER_NORMS)
+
+
 def find_rms_norm(hidden: ir.Value) -> RmsNorm | str | None:
     """The RMSNorm that reads ``hidden``.
 
@@ -152,12 +155,12 @@ def _grouped(hidden: ir.Value) -> str | None:
     for node in readers(hidden):
         if not is_op(node, *SHAPE_OPS) or node.inputs[0] is not hidden or keeps_width(node, hidden):
             continue
-        part = node.outputs[0]
-        if any(_squares(reader, part) or is_op(reader, "ReduceMean") for reader in readers(part)):
-            return (
-                f"{named(node)} splits the hidden state into {dims(part)} before it is normalised: GroupNorm, not "
-                "RMSNorm over the whole hidden state"
-            )
+        for part in _copies(node.outputs[0], _Source(hidden, hidden)):
+            if any(_squares(reader, part) or is_op(reader, *_NORM_OPS) for reader in readers(part)):
+                return (
+                    f"{named(node)} splits the hidden state into {dims(part)} before it is normalised: GroupNorm, not "
+                    "RMSNorm over the whole hidden state"
+                )
     return None
 
 
