@@ -7,13 +7,16 @@ The nodes are those of Transformers' own classes in bf16, exported with three Mo
 (benchmarks/mapping_graphs.py); widths are chosen so that the weights are as many bytes as asked for. The data file is
 all hole: its length is real, its disk space is not.
 
-    load, map, check, save    seconds of each step, the fastest of the repeats; check: shape inference of the result
-    ratio                     of map and check with all MoE layers to those with half as many, in processor time, which
-                              what else the machine does changes less
+    load, map, check, save    processor seconds of each step, the fastest of the repeats; check: shape inference of the
+                              result. One thread does it all, and what else the machine does changes these less than
+                              the clock's
+    clock                     seconds of all four by the clock
+    deep                      how many layers, dense ones too
+    ratio                     of map and check with all MoE layers to those with half as many
     peak                      the largest resident memory of the command `moetrt map`, a process of its own
 
-Held are: every tail is mapped; map and check take at most 2 s; the ratio is at most 2.2; the peak is under 1 GB; in the
-data's own folder nothing is copied; in another the copy is as sparse as the original.
+Held are: every tail is mapped; map and check together take at most 2 s; the ratio is at most 2.2; the peak is under
+1 GB; in the data's own folder nothing is copied; in another the copy is as sparse as the original.
 """
 
 import argparse
@@ -62,6 +65,11 @@ class Seconds:
     def fastest(self, other: "Seconds") -> "Seconds":
         """Step by step the smaller."""
         return Seconds(*(min(getattr(self, step), getattr(other, step)) for step in STEPS))
+
+    @property
+    def total(self) -> float:
+        """All steps."""
+        return sum(getattr(self, step) for step in STEPS)
 
     @property
     def mapping(self) -> float:
@@ -123,8 +131,8 @@ class Row:
             if timed.mapped != tails:
                 found.append(f"{where}: {timed.mapped} of {tails} tails were mapped")
         # Written so that NaN is a fault.
-        if not self.whole.wall.mapping <= MOST_SECONDS:
-            found.append(f"{where}: mapping took {self.whole.wall.mapping:.2f} s, more than {MOST_SECONDS} s")
+        if not self.whole.processor.mapping <= MOST_SECONDS:
+            found.append(f"{where}: mapping took {self.whole.processor.mapping:.2f} s, more than {MOST_SECONDS} s")
         if not self.ratio <= MOST_RATIO:
             found.append(f"{where}: twice the layers took {self.ratio:.2f} times as long, more than {MOST_RATIO}")
         for run in (self.beside, self.elsewhere):
@@ -243,17 +251,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print(rows: Sequence[Row], output: Output) -> None:
     output.line()
-    output.heading("Seconds, the fastest of the repeats")
+    output.heading("Seconds on a processor, and by the clock; the fastest of the repeats")
     lines = []
     for row in rows:
         for timed, tails, ratio in (
             (row.whole, row.model.tails, f"{row.ratio:.2f}"),
             (row.half, row.model.tails // 2, ""),
         ):
-            seconds = [f"{getattr(timed.wall, step):.2f}" for step in STEPS]
+            seconds = [f"{getattr(timed.processor, step):.2f}" for step in STEPS]
+            seconds.append(f"{timed.wall.total:.2f}")
             name = (row.model.name, row.exporter) if timed is row.whole else ("", "")
             lines.append([*name, row.model.dense + tails, timed.nodes, f"{timed.mapped}/{tails}", *seconds, ratio])
-    output.table(["model", "by", "layers", "nodes", "tails", *STEPS, "ratio"], lines)
+    output.table(["model", "by", "deep", "nodes", "tails", *STEPS, "clock", "ratio"], lines)
     output.line()
     output.heading("The command, with its output in the folder of the weights and in another")
     lines = []

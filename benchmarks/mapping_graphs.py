@@ -33,7 +33,7 @@ from moetrt.source import as_source
 
 CAPTURED = "moetrt"
 """`moetrt export`."""
-FOREIGN = "torch.onnx"
+FOREIGN = "torch"
 """torch.onnx alone, experts written by Transformers' "batched_mm": no operator of ours in the file."""
 
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
