@@ -369,9 +369,11 @@ def families_command(
     with out.bar("families", len(set(names)) or len(family_names())) as done:
         for row in run_families(names, dtypes=dtypes or DTYPES, jobs=default_jobs() if jobs is None else jobs):
             rows.append(row)
-            done(f"{row.name}: {row.model}" if row.ok else f"{row.name}: {'; '.join(row.problems())}", row.ok)
+            *_, inputs, attributes = cells(row)
+            done("; ".join([row.name, *(filter(None, (inputs, attributes)) if row.ok else row.problems())]), row.ok)
     rows.sort(key=lambda row: row.name)
-    out.table(COLUMNS, [cells(row) for row in rows])
+    # Inputs and attributes are in the lines above: the table fits a terminal without them.
+    out.table(COLUMNS[:-2], [cells(row)[:-2] for row in rows])
     if json_path is not None:
         with write_atomically(json_path) as temporary:
             temporary.write_text(json.dumps([row.as_dict() for row in rows], indent=2) + "\n", encoding="utf-8")

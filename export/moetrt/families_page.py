@@ -10,10 +10,10 @@ COLUMNS = (
     "MoE",
     "mapped",
     "norm",
+    "ONNX Runtime",
+    "plugin",
     "optional inputs",
     "attributes",
-    "ONNX Runtime",
-    "plugin layers",
 )
 
 _PAGE = """\
@@ -32,11 +32,11 @@ as it should be.
 |---|---|
 | layers, MoE | how many layers the model's config says it has, and how many of them are MoE layers |
 | mapped | tails that became a plugin node, as many as MoE layers; the graph is not asked how many there should be |
-| norm | whether the norm after the MoE layer is in the node; LayerNorm is not in the operator, and stays as it is |
-| optional inputs | of the plugin node |
-| attributes | of the node in 16 bits that are not the operator's defaults; eps is each model's own and not shown |
+| norm | the RMSNorm after the MoE layer is in the node; LayerNorm is not in the operator, and stays TensorRT's own |
 | ONNX Runtime | against PyTorch by the rule of `moetrt compare`, batch and seq being {shapes}; see below |
-| plugin layers | in TensorRT-RTX's network of the file, with the plugin library and without it |
+| plugin | plugin layers in TensorRT-RTX's network of the file, with the plugin library and without it |
+| optional inputs | of the plugin node |
+| attributes | of the node in 16 bits that are not the operator's defaults; eps is not shown |
 
 A cell that is not the same in {dtypes} names each. The models are exported with an example of one token, again and
 again. The tokens that are compared hit, in every MoE layer, experts that the example missed: a graph that had kept the
@@ -68,11 +68,11 @@ def cells(row: Family) -> tuple[str, ...]:
         str(row.layers),
         str(row.moe_layers),
         _each({dtype: str(variant.mapped) for dtype, variant in variants.items()}),
-        "LayerNorm: not in the node" if row.layer_norm else "in the node",
-        ", ".join(shown.inputs) if shown else "",
-        ", ".join(shown.attributes) if shown else "",
+        "LayerNorm" if row.layer_norm else "in the node",
         _each({dtype: "agrees" if variant.agrees else "DIFFERS" for dtype, variant in variants.items()}),
         _each({dtype: f"{v.plugin_layers} / {v.native_plugin_layers}" for dtype, v in variants.items()}),
+        ", ".join(shown.inputs) if shown else "",
+        ", ".join(shown.attributes) if shown else "",
     )
 
 
