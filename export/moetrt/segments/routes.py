@@ -640,8 +640,11 @@ def summed_axis(node: ir.Node, ndim: int) -> tuple[int, ir.Node] | None:
 
 
 def squeezed(value: ir.Value, axis: int) -> ir.Node | None:
-    """The only reader of ``value``, if it takes away ``axis``, of size 1, and leaves the others as they are."""
+    """The node after which ``axis`` of ``value``, of size 1, is gone and nothing else changed; Casts may come first."""
     node = sole_reader(value)
+    while node is not None and is_op(node, "Cast") and node.outputs[0].dtype in FLOAT_DTYPES:
+        value = node.outputs[0]
+        node = sole_reader(value)
     if node is None or node.inputs[0] is not value:
         return None
     before, after = dims(value), dims(node.outputs[0])
