@@ -1,4 +1,4 @@
-"""The plugin library and the kernel's host build: where they are, whether they are ours, and how they are built anew."""
+"""The plugin library and the kernel's host build: where they are, whether they are ours, how they are built anew."""
 
 import ctypes
 import hashlib

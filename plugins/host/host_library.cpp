@@ -1,5 +1,6 @@
 // libmoetrt_host.so: the kernel on the CPU, for parity checks on machines without a GPU. The calls of
-// moetrt/moe_finalize.h that run a tail, over the host build of the kernel's own source; "device" memory is the process's.
+// moetrt/moe_finalize.h that run a tail, over the host build of the kernel's own source; "device" memory is the
+// process's.
 #include <cuda_runtime.h>
 
 #include <string>
