@@ -46,9 +46,9 @@ def test_tensorrt_has_the_plugin_layers_by_name(result: demo.DemoResult) -> None
 
 def test_the_files_are_where_the_summary_says(result: demo.DemoResult) -> None:
     files = {path.name for path in result.folder.iterdir()}
-    named = {"model.onnx", "model.onnx.data", "mapped.onnx", "report.json", "plugin.engine", "baseline.engine"}
+    named = {"model.onnx", "model.onnx.data", "mapped.onnx", "mapping.json", "plugin.engine", "baseline.engine"}
     assert files == named | {"plugin.engine.json", "baseline.engine.json"}
-    assert json.loads((result.folder / "report.json").read_text())["mapped"] == 3
+    assert json.loads((result.folder / "mapping.json").read_text())["mapped"] == 3
     onnx.checker.check_model(result.folder / "mapped.onnx", full_check=True)
 
 

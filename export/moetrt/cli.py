@@ -18,12 +18,15 @@ from typing import Any
 import click
 
 from moetrt.errors import InputError, MoetrtError
+from moetrt.provenance import keep_command
 
 # Everything else is imported where it is used: `moetrt --help` must not wait for torch.
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _EXTRAS = {"transformers": "hf"}
-_SPREAD_OPTIONS = ("--min", "--opt", "--max", "--shapes", "--dynamic")
+_SPREAD_OPTIONS = ("--min", "--opt", "--max", "--shapes", "--dynamic", "--point")
+# Of these, the words that follow belong to the one before: each time the option is given is another value.
+_JOINED_OPTIONS = ("--point",)
 _SPREAD_WORD = re.compile(r"[^-].*:\d")
 
 
@@ -43,6 +46,9 @@ class _Command(click.Command):
                 awaits_value = False
             elif name in _SPREAD_OPTIONS:
                 option, awaits_value = name, not equals
+            elif option in _JOINED_OPTIONS and _SPREAD_WORD.match(word):
+                spread[-1] += f",{word}"
+                continue
             elif option and _SPREAD_WORD.match(word):
                 spread.append(option)
             else:
@@ -94,6 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         with cli.make_context("moetrt", list(arguments)) as root:
             context = root.meta
+            keep_command(root, arguments)
             cli.invoke(root)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -324,6 +331,101 @@ def compare_command(
         step.details += report.lines()
     if not report.passed:
         raise Shortfall(f"'{model}' differs from {report.source}: {report.worst.lines()[0]}")
+
+
+@_command("bench")
+@click.argument("model")
+@click.option("-o", "--output", required=True, metavar="DIR", help="The folder of the benchmark.")
+@click.option(
+    "--tool",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="trtexec-10, trtexec-11, tensorrt-rtx, python (TensorRT's module), or auto: what is here.",
+)
+@click.option("--plugin", metavar="FILE", help="The plugin library; default: the one that moetrt was installed with.")
+@_shape_option("min", "Smallest sizes of the engine's inputs; default: the smallest of the points.")
+@_shape_option("opt", "Sizes that the engine is tuned for; default: the first point.")
+@_shape_option("max", "Largest sizes; default: the largest of the points.")
+@_shape_option("point", "Sizes to measure at; given again, another point. Default: --opt.")
+@click.option("--load-inputs", metavar="FILE", help="Inputs that Polygraphy saved; each feed is a point.")
+@click.option("--repeats", type=int, default=5, show_default=True, help="How often each way runs at each point.")
+@click.option("--seconds", type=float, help="Measure each run for at least this long; default: the tool's, 3.")
+@click.option("--time-limit", type=float, default=3600, show_default=True, help="Seconds that a command may take.")
+@click.option("--bandwidth", type=float, metavar="TB/S", help="Of the GPU's memory, for the floor; default: the log's.")
+@click.option("--script", is_flag=True, help="Run nothing: only write DIR/bench.sh for another machine.")
+@click.option("--dry-run", is_flag=True, help="Print the command lines; write and run nothing.")
+@click.option("--read", is_flag=True, help="Run nothing: read what was run in DIR, wherever that was.")
+def bench_command(
+    out: Any,
+    model: str,
+    output: str,
+    tool: str,
+    plugin: str | None,
+    min_words: tuple[str, ...],
+    opt_words: tuple[str, ...],
+    max_words: tuple[str, ...],
+    point_words: tuple[str, ...],
+    load_inputs: str | None,
+    repeats: int,
+    seconds: float | None,
+    time_limit: float,
+    bandwidth: float | None,
+    script: bool,
+    dry_run: bool,
+    read: bool,
+) -> None:
+    """Time the plugin against TensorRT's own layers for the mapped MODEL: end to end, and tail by tail."""
+    if script + dry_run + read > 1:
+        raise InputError("--script, --dry-run and --read: one of them is taken")
+    if bandwidth is not None and not 1e-6 <= bandwidth <= 1e6:
+        raise InputError(f"--bandwidth was {bandwidth:g}; 1e-06 to 1e+06 TB/s is taken")
+    from moetrt import bench
+
+    bytes_per_second = None if bandwidth is None else bandwidth * 1e12
+    if read:
+        _refuse_with_read()
+        bench.print_result(out, bench.read_bench(model, output, bandwidth=bytes_per_second))
+        return
+    choice = bench.choose_tool(tool)
+    plan, notes = bench.prepare(
+        model,
+        output,
+        choice,
+        plugin_library=plugin,
+        minimum=_shapes(min_words),
+        optimum=_shapes(opt_words),
+        maximum=_shapes(max_words),
+        points=[_shapes([word]) for word in point_words],
+        inputs_path=load_inputs,
+        repeats=repeats,
+        seconds=seconds,
+        time_limit=time_limit,
+        write=not dry_run,
+    )
+    out.line(f"tool: {choice.tool}: {choice.why}")
+    for note in notes:
+        out.line(f"note: {note}")
+    if dry_run:
+        out.line(bench.commands_text(plan))
+    elif script or not choice.runs_here:
+        for line in bench.script_lines(plan, output):
+            out.line(line)
+    else:
+        with out.step("bench") as step:
+            bench.run_here(plan, output, choice, time_limit=time_limit, progress=step.progress)
+            step.result = f"{output}: {len(plan.points)} points, {plan.repeats} repeats of each way"
+        bench.print_result(out, bench.read_bench(model, output, bandwidth=bytes_per_second))
+
+
+def _refuse_with_read() -> None:
+    """--read takes everything from the manifest: what else is given would be passed over in silence."""
+    context = click.get_current_context()
+    kept = ("model", "output", "bandwidth", "read", "quiet", "verbose")
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in kept and source == click.core.ParameterSource.COMMANDLINE:
+            raise InputError(f"--read takes the benchmark as DIR has it; {parameter.opts[0]} was given")
 
 
 @_command("demo")

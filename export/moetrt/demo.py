@@ -115,7 +115,7 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
 
     mapped = target / "mapped.onnx"
     with out.step(_title(3, "map the tails")) as step:
-        report = map_file(exported.model_path, mapped, report_path=target / "report.json")
+        report = map_file(exported.model_path, mapped, report_path=target / "mapping.json")
         step.ok = report.complete
         step.result = f"{mapped.name}: {report.summary()}"
         step.details = [site.name if site.matched else f"{site.name}: {site.reason}" for site in report.sites]
@@ -161,7 +161,7 @@ def print_summary(out: Output, result: DemoResult) -> None:
     for name, what in (
         ("model.onnx", "the exported model; its weights, mapped.onnx's too, are in model.onnx.data"),
         ("mapped.onnx", "each tail is one plugin node, with the operator's body as a function"),
-        ("report.json", "each tail, its attributes, dtypes and shapes"),
+        ("mapping.json", "each tail, its attributes, dtypes and shapes"),
         ("plugin.engine", f"{result.engine.backend} {result.engine.version}, with the plugin; see plugin.engine.json"),
         ("baseline.engine", "the same file, built without it"),
     ):
