@@ -344,9 +344,9 @@ def compare_command(
     help="trtexec-10, trtexec-11, tensorrt-rtx, python (TensorRT's module), or auto: what is here.",
 )
 @click.option("--plugin", metavar="FILE", help="The plugin library; default: the one that moetrt was installed with.")
-@_shape_option("min", "Smallest sizes of the engine's inputs; default: the smallest of the points.")
-@_shape_option("opt", "Sizes that the engine is tuned for; default: the first point.")
-@_shape_option("max", "Largest sizes; default: the largest of the points.")
+@_shape_option("min", "Smallest sizes of the engine's inputs; with none of the three, the points' own.")
+@_shape_option("opt", "Sizes that the engine is tuned for; with none of the three, the first point's.")
+@_shape_option("max", "Largest sizes; with none of the three, the points' own.")
 @_shape_option("point", "Sizes to measure at; given again, another point. Default: --opt.")
 @click.option("--load-inputs", metavar="FILE", help="Inputs that Polygraphy saved; each feed is a point.")
 @click.option("--repeats", type=int, default=5, show_default=True, help="How often each way runs at each point.")
@@ -388,6 +388,8 @@ def bench_command(
         bench.print_result(out, bench.read_bench(model, output, bandwidth=bytes_per_second))
         return
     choice = bench.choose_tool(tool)
+    if script or dry_run:
+        bench.check_program(choice)
     plan, notes = bench.prepare(
         model,
         output,
