@@ -17,10 +17,12 @@ from moetrt.functional import finalize_add_rms_norm
 from moetrt.mapping import map_file
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import make_model, named_inputs, operator_of
-from moetrt.parity import compare, float32_twin, judge
+from moetrt.parity import compare
 from moetrt.runners import OrtRunner, TorchRunner, float64_copy, ort_session, tensorrt_runner
 from moetrt.source import Source
 from moetrt.spec import FINALIZE_ADD_RMS_NORM, Operand
+from moetrt.twins import float32_twin
+from moetrt.verdict import judge
 
 TOKENS, TOP_K, HIDDEN = 6, 3, 32
 
@@ -105,14 +107,27 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Path]:
 def test_a_mapped_model_agrees_with_pytorch(source: Source, good: Path, seed: int, tokens: int) -> None:
     report = compare(good, source, seed=seed, sizes={"tokens": tokens})
     assert report.passed
-    assert [output.name for output in report.outputs] == ["norm", "residual"]
+    whole = [output for output in report.outputs if not output.tail]
+    alone = [output for output in report.outputs if output.tail]
+    assert [(output.name, output.runner) for output in whole] == [
+        (name, runner) for runner in ("onnxruntime", "onnxruntime-unmapped") for name in ("norm", "residual")
+    ]
+    assert len(alone) == 2 * 2 * 2
+    assert {output.runner for output in alone} == {"onnxruntime", "kernel-host"}
+    assert {output.name.rpartition(".")[2] for output in alone} == {"norm_out", "residual_out"}
     for output in report.outputs:
-        assert output.runner == "onnxruntime"
         assert output.shape == (tokens, HIDDEN)
         # Both runs are float32, and neither is exact.
         assert 0 < output.worst <= output.worst_tolerance < 1e-5
         assert 0 < output.pytorch_worst < 1e-6
         assert (output.nan, output.inf, output.pytorch_nan, output.pytorch_inf) == (0, 0, 0, 0)
+        # The file before mapping is beside the mapped one: its error stands beside each.
+        assert (output.unfused is None) == (output.runner == "onnxruntime-unmapped")
+        if output.unfused is not None:
+            assert 0 < output.unfused.worst < 1e-5
+    assert [tail.passed for tail in report.tails] == [True, True]
+    assert report.notes == ("the graph before mapping is 'model.onnx' beside it",)
+    assert report.cause == ""
 
 
 Fault = Callable[[ir.Model, ir.Node], None]
@@ -190,13 +205,18 @@ def test_the_report_prints_what_is_to_be_known(source: Source, good: Path) -> No
     text = "\n".join(report.lines())
     assert "mapped.onnx in ONNX Runtime against TwoTails in PyTorch" in text
     assert "inputs from seed 5: hidden [6x32], weights [6x3], index [6x3]" in text
-    for output in report.outputs:
+    for output in report.outputs[:2]:
         assert f"ok: {output.name} [6x32] float32, onnxruntime against pytorch" in text
         index = ", ".join(map(str, output.worst_index))
         assert f"worst element [{index}]: onnxruntime {output.worst_values[0]:.9g}" in text
     assert "relative error" in text
     assert "tolerance: 4 x (worst) and 2 x (rms) PyTorch's own distance from float64" in text
     assert "NaN 0 (pytorch 0), Inf 0 (pytorch 0)" in text
+    for tail in report.tails:
+        (line,) = [line for line in report.lines() if line.startswith(f"ok: {tail.name} by itself in float32")]
+        assert all(f"{name} " in line for name in ("onnxruntime", "kernel-host", "pytorch", "unfused"))
+    # Five lines an output of the model, one for each of the unfused path's, one a tail, three around them.
+    assert len(report.lines()) == 2 * 5 + 2 + 2 + 3
 
 
 def test_the_same_seed_gives_the_same_report(source: Source, good: Path) -> None:
@@ -213,12 +233,14 @@ def test_a_bfloat16_model_is_compared_as_its_twin_and_tail_by_tail(half: tuple[S
     report = compare(path, source, sizes={"tokens": 9}, progress=said.append)
     assert report.passed
     assert "2 tails by themselves in bfloat16" in report.how
-    twin = [output for output in report.outputs if output.dtype == "float32"]
-    tails = [output for output in report.outputs if output.dtype == "bfloat16"]
-    assert [output.name for output in twin] == ["norm", "residual"]
+    twin = [output for output in report.outputs if not output.tail]
+    tails = [output for output in report.outputs if output.tail]
+    assert [output.name for output in twin] == ["norm", "residual"] * 2
     # Computed in float32, in spite of weights in 16 bits.
-    assert all(output.worst < 1e-5 for output in twin)
-    assert len(tails) == 4
+    assert all(output.dtype == "float32" and output.worst < 1e-5 for output in twin)
+    assert len(tails) == 2 * 2 * 2
+    assert {output.dtype for output in tails} == {"bfloat16"}
+    assert {output.runner for output in tails} == {"onnxruntime", "kernel-host"}
     assert {output.name.rpartition(".")[2] for output in tails} == {"norm_out", "residual_out"}
     assert all(1e-4 < output.worst < 0.1 for output in tails)
     # The source is as it was.
@@ -479,9 +501,19 @@ def test_sizes_of_another_type_are_named(source: Source, good: Path) -> None:
         compare(good, source, seed=None)  # type: ignore[arg-type]
 
 
-def test_nan_from_inputs_that_were_drawn_like_the_example_says_so(source: Source, good: Path) -> None:
+def test_nan_from_inputs_that_were_drawn_like_the_example_says_so(source: Source, tmp_path: Path) -> None:
     """The example's map names rows that fewer tokens do not have: PyTorch and ONNX Runtime both give NaN."""
-    report = compare(good, dataclasses.replace(source, random_inputs=None), sizes={"tokens": 2})
+
+    class Clamps(TwoTails):
+        # A map that is computed is not known to be one.
+        def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, weights, index = tensors
+            return super().forward(hidden, weights, index.clamp(min=-1))
+
+    clamping = Clamps()
+    clamping.load_state_dict(source.module.state_dict())
+    source = dataclasses.replace(source, module=clamping, random_inputs=None)
+    report = compare(mapped(source, tmp_path), source, sizes={"tokens": 2})
     assert not report.passed
     assert report.worst.nan == report.worst.pytorch_nan > 0
     assert "drawn between the smallest and largest value of each example input" in report.worst.reason
