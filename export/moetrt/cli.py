@@ -304,7 +304,20 @@ def build_command(
 @_dtype_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
 @_shape_option("shapes", "Sizes of the inputs; default: those of the source's example.")
+@click.option(
+    "--unmapped", metavar="FILE", help="The file before mapping; default: model.onnx beside MODEL if it is that."
+)
+@click.option(
+    "--experts-implementation",
+    metavar="NAME",
+    help="What the experts of a Transformers model run in PyTorch: eager, batched_mm or grouped_mm.",
+)
 @click.option("--engine", metavar="FILE", help="Run this engine too; needs a GPU.")
+@click.option("--engine-without-plugin", metavar="FILE", help="Run this engine, built without the plugin, too.")
+@click.option("--json", "json_path", metavar="FILE", help="Also write the report as JSON.")
+@click.option("--save-inputs", metavar="FILE", help="Keep the inputs, as Polygraphy's --load-inputs takes them.")
+@click.option("--load-inputs", metavar="FILE", help="Run on the inputs of this file in place of drawn ones.")
+@click.option("--save-inputs-raw", metavar="DIR", help="Keep the inputs, as trtexec's --loadInputs takes them.")
 def compare_command(
     out: Any,
     model: str,
@@ -312,25 +325,58 @@ def compare_command(
     dtype: str | None,
     seed: int,
     shapes_words: tuple[str, ...],
+    unmapped: str | None,
+    experts_implementation: str | None,
     engine: str | None,
+    engine_without_plugin: str | None,
+    json_path: str | None,
+    save_inputs: str | None,
+    load_inputs: str | None,
+    save_inputs_raw: str | None,
 ) -> None:
-    """Run MODEL in ONNX Runtime against the PyTorch SOURCE, both measured against float64."""
-    from moetrt.files import existing_file
+    """Run MODEL in ONNX Runtime, and its tails in the kernel, against the PyTorch SOURCE, measured against float64."""
+    if load_inputs and shapes_words:
+        raise InputError("--load-inputs and --shapes were both given; one of them is taken")
+    from moetrt import replay
+    from moetrt.files import check_distinct, existing_file, output_file
+    from moetrt.onnx_files import files_of, load_model
     from moetrt.parity import compare
     from moetrt.source import load_source
 
     shapes = _shapes(shapes_words)
     existing_file(model, "ONNX model")
+    written = [("report", json_path), ("inputs file", save_inputs)]
+    outputs = [(what, output_file(path, what)) for what, path in written if path]
     with out.step("compare") as step:
+        graph = load_model(model)
+        read = [("inputs file that is read", load_inputs), ("file before mapping", unmapped)]
+        check_distinct([*files_of(graph, model), *((what, path) for what, path in read if path)], outputs)
         source = load_source(against, dtype=dtype)
+        sizes = source.sizes_of(shapes)
+        feed = replay.load_inputs(load_inputs) if load_inputs else replay.draw_inputs(graph, source, seed, sizes)
         report = compare(
-            model, source, seed=seed, sizes=source.sizes_of(shapes), engine_path=engine, progress=step.progress
+            model,
+            source,
+            seed=seed,
+            sizes=sizes,
+            inputs=feed if load_inputs else None,
+            unmapped_path=unmapped,
+            experts_implementation=experts_implementation,
+            engine_path=engine,
+            engine_without_plugin_path=engine_without_plugin,
+            progress=step.progress,
         )
         step.ok = report.passed
         step.result = "within tolerance" if report.passed else "DIFFERS"
         step.details += report.lines()
+    if save_inputs:
+        out.line(f"inputs: {replay.save_inputs(feed, save_inputs)}")
+    if save_inputs_raw:
+        out.line(f"inputs: {replay.trtexec_argument(replay.save_raw(feed, save_inputs_raw))}")
+    if json_path:
+        out.line(f"report: {report.write_json(json_path)}")
     if not report.passed:
-        raise Shortfall(f"'{model}' differs from {report.source}: {report.worst.lines()[0]}")
+        raise Shortfall(f"'{model}' differs from {report.source}: {report.verdict}")
 
 
 @_command("bench")

@@ -1,9 +1,8 @@
 """ONNX Runtime, the kernel or an engine against PyTorch: the error of each is measured against a float64 run."""
 
-import contextlib
 import copy
 import dataclasses
-import importlib.metadata
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +15,10 @@ import torch
 
 from moetrt.backends import Progress
 from moetrt.errors import InputError, InputTypeError
-from moetrt.files import existing_file
-from moetrt.library import KernelLibrary, find_plugin_library, library_sha256, load_host_library
+from moetrt.files import existing_file, file_sha256, write_atomically
+from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
 from moetrt.onnx_files import load_model, save_model
+from moetrt.provenance import command, versions
 from moetrt.replay import draw_inputs
 from moetrt.runners import OrtRunner, Results, TorchRunner, ort_session, side_by_side, tensorrt_runner
 from moetrt.source import Source, check_source
@@ -42,7 +42,7 @@ from moetrt.walk import Original, TailVerdict, Walk, capture_original, find_orig
 FORMAT = "moetrt.parity/1"
 """What `ParityReport.as_dict` says it is."""
 
-_PACKAGES = ("moetrt", "torch", "transformers", "onnx", "onnxruntime", "polygraphy")
+_PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "polygraphy")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class ParityReport:
 
     Attributes:
         onnx_path: the file that was run.
+        sha256: of that file, when it was read.
         source: the PyTorch model in a few words.
         seed: of the inputs; None where they were given.
         inputs: name -> shape of the inputs.
@@ -62,6 +63,7 @@ class ParityReport:
     """
 
     onnx_path: Path
+    sha256: str
     source: str
     seed: int | None
     inputs: dict[str, tuple[int, ...]]
@@ -119,17 +121,17 @@ class ParityReport:
                 found.setdefault(output.tail, []).append(output)
         return found
 
-    def as_dict(self, command: str | None = None) -> dict[str, Any]:
+    def as_dict(self, folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """The report for JSON.
 
         Args:
-            command: the command line that gives it again, where there is one.
+            folder: where it is written: the model's path is relative to it; to the current folder where None.
         """
         return {
             "format": FORMAT,
-            "command": command,
-            "versions": _versions(),
-            "model": {"file": self.onnx_path.name, "sha256": library_sha256(self.onnx_path)},
+            "command": command(),
+            "versions": versions(*_PACKAGES),
+            "model": {"file": os.path.relpath(self.onnx_path, folder), "sha256": self.sha256},
             "source": self.source,
             "seed": self.seed,
             "inputs": {name: list(shape) for name, shape in self.inputs.items()},
@@ -140,6 +142,18 @@ class ParityReport:
             "tails": [tail.as_dict() for tail in self.tails],
             "notes": list(self.notes),
         }
+
+    def write_json(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the report to ``path``.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        target = Path(path)
+        text = json.dumps(self.as_dict(target.parent), indent=2, allow_nan=False)
+        with write_atomically(target) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
+        return target
 
 
 def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | None) -> str:
@@ -156,14 +170,6 @@ def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | N
         parts.append(f"from the tail it replaced {max(tail.error.values()):.1e}")
     verdict = "ok" if all(output.passed for output in outputs) else "DIFFERS"
     return f"{verdict}: {name} by itself in {first.dtype}, rms error against float64: {', '.join(parts)}"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
 
 
 def compare(
@@ -319,6 +325,7 @@ class _Comparison:
         outputs = _hinted(judged, self.source if seed is not None else None)
         return ParityReport(
             onnx_path=self.path,
+            sha256=file_sha256(self.path),
             source=self.source.description,
             seed=seed,
             inputs={name: tuple(tensor.shape) for name, tensor in self.feed.items()},
@@ -462,7 +469,8 @@ class _Comparison:
         ]
         names = " and ".join(where)
         pytorch = "PyTorch" if self.experts is None else f"PyTorch ({self.experts} experts)"
-        alone = f"; {len(self.tails)} tails by themselves" if self.tails else ""
+        tails = "1 tail by itself" if len(self.tails) == 1 else f"{len(self.tails)} tails by themselves"
+        alone = f"; {tails}" if self.tails else ""
         if self.half is None:
             return f"{self.path.name} in {names} against {self.source.description} in {pytorch}{alone}"
         return (
