@@ -315,6 +315,7 @@ def build_command(
 @click.option("--engine", metavar="FILE", help="Run this engine too; needs a GPU.")
 @click.option("--engine-without-plugin", metavar="FILE", help="Run this engine, built without the plugin, too.")
 @click.option("--json", "json_path", metavar="FILE", help="Also write the report as JSON.")
+@click.option("--report", "report_folder", metavar="DIR", help="Write parity.json there, and the page of that folder.")
 @click.option("--save-inputs", metavar="FILE", help="Keep the inputs, as Polygraphy's --load-inputs takes them.")
 @click.option("--load-inputs", metavar="FILE", help="Run on the inputs of this file in place of drawn ones.")
 @click.option("--save-inputs-raw", metavar="DIR", help="Keep the inputs, as trtexec's --loadInputs takes them.")
@@ -330,6 +331,7 @@ def compare_command(
     engine: str | None,
     engine_without_plugin: str | None,
     json_path: str | None,
+    report_folder: str | None,
     save_inputs: str | None,
     load_inputs: str | None,
     save_inputs_raw: str | None,
@@ -345,7 +347,8 @@ def compare_command(
 
     shapes = _shapes(shapes_words)
     existing_file(model, "ONNX model")
-    written = [("report", json_path), ("inputs file", save_inputs)]
+    in_folder = os.path.join(report_folder, "parity.json") if report_folder else None
+    written = [("report", json_path), ("report", in_folder), ("inputs file", save_inputs)]
     outputs = [(what, output_file(path, what)) for what, path in written if path]
     with out.step("compare") as step:
         graph = load_model(model)
@@ -375,6 +378,9 @@ def compare_command(
         out.line(f"inputs: {replay.trtexec_argument(replay.save_raw(feed, save_inputs_raw))}")
     if json_path:
         out.line(f"report: {report.write_json(json_path)}")
+    if report_folder and in_folder:
+        report.write_json(in_folder)
+        _page_of(out, report_folder)
     if not report.passed:
         raise Shortfall(f"'{model}' differs from {report.source}: {report.verdict}")
 
@@ -432,6 +438,7 @@ def bench_command(
     if read:
         _refuse_with_read()
         bench.print_result(out, bench.read_bench(model, output, bandwidth=bytes_per_second))
+        _page_of(out, output)
         return
     choice = bench.choose_tool(tool)
     if script or dry_run:
@@ -464,6 +471,18 @@ def bench_command(
             bench.run_here(plan, output, choice, time_limit=time_limit, progress=step.progress)
             step.result = f"{output}: {len(plan.points)} points, {plan.repeats} repeats of each way"
         bench.print_result(out, bench.read_bench(model, output, bandwidth=bytes_per_second))
+        _page_of(out, output)
+
+
+def _page_of(out: Any, folder: str) -> None:
+    """Makes the page of a folder whose own work is done: what keeps a page from being made is said and no more."""
+    from moetrt.report import make_report
+    from moetrt.report_pages import write_report
+
+    try:
+        out.line(f"report: {write_report(make_report(folder), folder)}")
+    except InputError as error:
+        out.line(f"no report page: {error}")
 
 
 def _refuse_with_read() -> None:
@@ -474,6 +493,21 @@ def _refuse_with_read() -> None:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name not in kept and source == click.core.ParameterSource.COMMANDLINE:
             raise InputError(f"--read takes the benchmark as DIR has it; {parameter.opts[0]} was given")
+
+
+@_command("report")
+@click.argument("folder", metavar="DIR")
+@click.option("-o", "--output", metavar="FILE.html", help="The page; default: DIR/report.html.")
+def report_command(out: Any, folder: str, output: str | None) -> None:
+    """Make one page of what map, compare, build and bench left in DIR; the same as JSON and Markdown beside it."""
+    from moetrt.report import make_report
+    from moetrt.report_pages import write_report
+
+    report = make_report(folder)
+    page = write_report(report, folder, output)
+    for verdict in report.verdicts:
+        out.line(f"{verdict.state:<9}{verdict.what}: {verdict.text}")
+    out.line(f"report: {page}")
 
 
 @_command("demo")

@@ -38,6 +38,7 @@ class DemoResult:
         parity: ONNX Runtime against PyTorch.
         engine: built with the plugin.
         baseline: the same file built without it.
+        page: the report, a page that shows all of this.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class DemoResult:
     parity: "ParityReport"
     engine: "EngineInfo"
     baseline: "EngineInfo"
+    page: Path
 
     def figures(self) -> list["Figure"]:
         """What was wanted and what came out."""
@@ -99,6 +101,8 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
     from moetrt.library import find_plugin_library
     from moetrt.mapping import map_file
     from moetrt.parity import compare
+    from moetrt.report import make_report
+    from moetrt.report_pages import write_report
     from moetrt.source import load_source
 
     out.heading("moetrt demo: a DeepSeek-V3-architecture model, from PyTorch to a TensorRT engine")
@@ -125,6 +129,7 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
         step.ok = parity.passed
         step.result = f"ONNX Runtime and PyTorch {'agree' if parity.passed else 'DIFFER'}"
         step.details = parity.lines()
+    parity.write_json(target / "parity.json")
 
     def build(plugin: Path | None, name: str, title: str) -> "EngineInfo":
         with out.step(title) as step:
@@ -143,7 +148,8 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
 
     engine = build(library, "plugin.engine", _title(5, "build with the plugin"))
     baseline = build(None, "baseline.engine", _title(6, "build without it"))
-    return DemoResult(target, library, report, parity, engine, baseline)
+    page = write_report(make_report(target), target)
+    return DemoResult(target, library, report, parity, engine, baseline, page)
 
 
 def _title(number: int, what: str) -> str:
@@ -161,7 +167,9 @@ def print_summary(out: Output, result: DemoResult) -> None:
     for name, what in (
         ("model.onnx", "the exported model; its weights, mapped.onnx's too, are in model.onnx.data"),
         ("mapped.onnx", "each tail is one plugin node, with the operator's body as a function"),
+        ("report.html", "all figures and pictures on one page; the same as report.json and report.md"),
         ("mapping.json", "each tail, its attributes, dtypes and shapes"),
+        ("parity.json", "the comparison, with every figure"),
         ("plugin.engine", f"{result.engine.backend} {result.engine.version}, with the plugin; see plugin.engine.json"),
         ("baseline.engine", "the same file, built without it"),
     ):
