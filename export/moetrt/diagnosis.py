@@ -170,7 +170,7 @@ def _hypotheses(
         exchanged = {"norm_out": outputs["residual_out"], "residual_out": outputs["norm_out"]}
         yield "norm_out and residual_out are exchanged", exchanged
     if original is not None:
-        yield _all_differences(tail, original), original
+        yield _all_differences(tail, original, others, named), original
 
 
 def _flags(tail: Operation) -> Iterator[Hypothesis]:
@@ -271,7 +271,8 @@ def _attributes_of(tail: Operation, original: Operation) -> Iterator[Hypothesis]
         value = original.attributes.get(name, was)
         if value != was:
             text = f"{name} was {_number(was)}; {_number(value)} explains it"
-            yield text + _how(float(was), float(value)), tail.changed(**{name: value})
+            how = _how(float(was), float(value)) if name in _SCALES else ""
+            yield text + how, tail.changed(**{name: value})
 
 
 def _inputs_of(
@@ -286,7 +287,8 @@ def _inputs_of(
             what = "the rows are taken in their order" if name == _MAP else "it is not added"
             if name == "shared_gate":
                 what = "shared_output is added whole"
-            yield f"{name} is missing: {what}", tail.given(**{name: right})
+            gate = {"shared_gate": original.inputs.get("shared_gate")} if name == "shared_output" else {}
+            yield f"{name} is missing: {what}", tail.given(**{name: right, **gate})
         elif right is None:
             changes: dict[str, torch.Tensor | None] = {name: None}
             if name == "shared_output":
@@ -403,9 +405,11 @@ def _maps(tail: Operation) -> Iterator[Hypothesis]:
         yield f"{_MAP} is given; rows in their order explain it", tail.given(**{_MAP: None})
 
 
-def _all_differences(tail: Operation, original: Operation) -> str:
+def _all_differences(
+    tail: Operation, original: Operation, others: Mapping[str, Operation], named: Mapping[str, torch.Tensor]
+) -> str:
     """Several things at once, each named."""
-    parts = [text for text, _ in (*_attributes_of(tail, original), *_inputs_of(tail, original, {}, {}))]
+    parts = [text for text, _ in (*_attributes_of(tail, original), *_inputs_of(tail, original, others, named))]
     if tail.spec is not original.spec:
         parts.insert(0, f"the tail is a {tail.spec.name} in place of a {original.spec.name}")
     return "several at once: " + "; ".join(parts)
@@ -431,10 +435,10 @@ def _how(was: float, value: float) -> str:
         return ""
     if math.isclose(was, value * value, rel_tol=1e-6):
         return " (it is applied twice)"
-    if math.isclose(was, 2 * value, rel_tol=1e-6):
-        return " (it is doubled)"
     if was == 1:
         return " (it is left out)"
+    if math.isclose(was, 2 * value, rel_tol=1e-6):
+        return " (it is doubled)"
     return ""
 
 

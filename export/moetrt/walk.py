@@ -7,7 +7,7 @@ float64, where only what the tail means can differ, and in the model's dtype, wh
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,8 @@ def find_original(path: Path, mapped: ir.Model, given: Path | None) -> Original 
     Raises:
         InputError: the file that is given cannot be read, or is not the one that was mapped.
     """
+    if given is not None and given.samefile(path):
+        raise InputError(f"'{given}' is the mapped file itself; the file that it was mapped from is taken")
     place = given or path.with_name(MODEL_FILE)
     if given is None and (not place.is_file() or place.samefile(path)):
         return None
@@ -198,6 +200,7 @@ class Walk:
             for names in self.outputs
         ]
         self.names = {name for names in self.outputs for name in names.values()}
+        self.names |= {value.name for value in original.model.graph.outputs if value.name in known}
         for model, tails in ((mapped, self.tails), (self.again, again)):
             inputs = [value for tail in tails for value in tail.inputs.values()]
             self.names |= frontier(model, inputs, known)
@@ -378,7 +381,7 @@ class Walk:
         ]
         cuts = {name for names in self.outputs for name in names.values()}
         twin = float32_twin(self.mapped.clone())
-        renamed = cut(twin, cuts)
+        renamed = cut(twin, {name: values[name].dim() for name in cuts})
         expose(twin, {name for name, _, _ in points})
         given = {name: _single(value) for name, value in feed.items()}
         given |= {name: _single(values[exchanged.get(name, name)]) for name in cuts}
@@ -394,19 +397,25 @@ class Walk:
         return None
 
 
-def cut(model: ir.Model, names: Iterable[str]) -> dict[str, str]:
+def cut(model: ir.Model, ranks: Mapping[str, int]) -> dict[str, str]:
     """Makes inner values of a graph inputs of it, in place; who computed them before does so under another name.
+
+    Args:
+        model: the graph.
+        ranks: the values' names, and how many dimensions each has.
 
     Returns:
         The other names.
     """
     values, renamed = computed(model), {}
-    for name in names:
+    for name, rank in ranks.items():
         value = values.get(name)
         if value is None:
             continue
-        given = ir.Value(name=name, type=value.type, shape=None)
-        value.replace_all_uses_with(given)
+        shape = ir.Shape([f"{name}_{dim}" for dim in range(rank)])
+        given = ir.Value(name=name, type=value.type, shape=shape)
+        for use in tuple(value.uses()):
+            use.node.replace_input_with(use.idx, given)
         renamed[name] = value.name = f"{name}/computed"
         model.graph.inputs.append(given)
     return renamed
