@@ -1,6 +1,7 @@
 """Parity finds what it is for: planted faults are caught, correct runs pass, and every wrong pairing is one line."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 
 from moetrt.capture import export
 from moetrt.contract import MoEOutput, UnfinalizedMoEOutput
+from moetrt.cuda_op import launch
 from moetrt.errors import InputError, InputTypeError
 from moetrt.functional import finalize_add_rms_norm
 from moetrt.mapping import map_file
@@ -22,7 +24,7 @@ from moetrt.runners import OrtRunner, TorchRunner, float64_copy, ort_session, te
 from moetrt.source import Source
 from moetrt.spec import FINALIZE_ADD_RMS_NORM, Operand
 from moetrt.twins import float32_twin
-from moetrt.verdict import judge
+from moetrt.verdict import argmax_changed, judge
 
 TOKENS, TOP_K, HIDDEN = 6, 3, 32
 
@@ -192,7 +194,7 @@ def planted(path: Path, fault: Fault, folder: Path) -> Path:
 
 @pytest.mark.parametrize("fault", CASE22.values(), ids=CASE22.keys())
 def test_case22_a_planted_fault_is_caught(source: Source, good: Path, tmp_path: Path, fault: Fault) -> None:
-    report = compare(planted(good, fault, tmp_path), source)
+    report = compare(planted(good, fault, tmp_path), source, unmapped_path=good.with_name("model.onnx"))
     assert not report.passed
     worst = report.worst
     assert worst.worst > worst.worst_tolerance or worst.rms > worst.rms_tolerance
@@ -251,7 +253,8 @@ def test_a_bfloat16_model_is_compared_as_its_twin_and_tail_by_tail(half: tuple[S
 @pytest.mark.parametrize("name", ["scale missing", "shared twice", "shared missing", "weight_bias", "swapped outputs"])
 def test_case22_a_planted_fault_is_caught_in_bfloat16(half: tuple[Source, Path], tmp_path: Path, name: str) -> None:
     source, path = half
-    assert not compare(planted(path, CASE22[name], tmp_path), source).passed
+    faulty = planted(path, CASE22[name], tmp_path)
+    assert not compare(faulty, source, unmapped_path=path.with_name("model.onnx")).passed
 
 
 def test_a_fault_in_the_function_alone_is_caught_tail_by_tail(half: tuple[Source, Path], tmp_path: Path) -> None:
@@ -261,7 +264,8 @@ def test_a_fault_in_the_function_alone_is_caught_tail_by_tail(half: tuple[Source
     (function,) = model.functions.values()
     mean = next(node for node in function if node.op_type == "ReduceMean")
     mean.op_type = "ReduceSum"
-    report = compare(save_model(model, tmp_path / "faulty.onnx"), source)
+    faulty = save_model(model, tmp_path / "faulty.onnx")
+    report = compare(faulty, source, unmapped_path=path.with_name("model.onnx"))
     failed = {output.name.rpartition(".")[2] for output in report.outputs if not output.passed}
     assert failed == {"norm", "residual", "norm_out"}
 
@@ -359,6 +363,49 @@ def test_other_shapes_differ_and_empty_ones_do_not() -> None:
     assert verdict(torch.ones(0, 3), torch.ones(0, 3), torch.ones(0, 3).double())
 
 
+def test_an_output_with_nothing_to_compare_is_json(tmp_path: Path) -> None:
+    lost = torch.full((4,), math.nan)
+    figures = judge(lost, lost, lost.double(), name="y").as_dict()
+    json.dumps(figures, allow_nan=False)
+    assert figures["worst"] is None
+    assert figures["worst_element"] == dict.fromkeys(("runner", "pytorch", "float64", "relative_error")) | {"index": []}
+    assert figures["nan"] == figures["pytorch_nan"] == 4
+
+
+def test_the_ratio_is_of_the_root_mean_squares() -> None:
+    gold = torch.zeros(2, 2, dtype=torch.float64) + 1
+    pytorch, value = gold.float(), gold.float()
+    assert judge(value, pytorch, gold, name="y").ratio == 1
+    assert judge(value + 2**-10, pytorch, gold, name="y").ratio == math.inf
+    assert judge(value + 2**-10, pytorch + 2**-12, gold, name="y").ratio == 4
+
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 0.0], [0.0, 1.0, 0.5], [2.0, 1.0, 0.0]])
+
+
+def test_a_changed_argmax_is_counted_and_a_tie_is_no_change() -> None:
+    other = LOGITS.clone()
+    other[0, 2] = 4  # the top moves
+    other[1, 1] = 4  # of the two that were largest, one is
+    other[2, 0] = 1  # one more is largest
+    result = judge(other, LOGITS, LOGITS.double(), name="logits")
+    assert (result.tokens, result.argmax_changed, result.pytorch_argmax_changed) == (4, 1, 0)
+    assert "argmax changed for 1 of 4 tokens (pytorch against float64: 0)" in "\n".join(result.lines())
+    assert result.as_dict()["argmax_changed"] == 1
+    # What is no logits has no argmax.
+    hidden = judge(other, LOGITS, LOGITS.double(), name="hidden")
+    assert (hidden.tokens, hidden.argmax_changed) == (None, None)
+
+
+def test_a_nan_changes_the_argmax_unless_both_have_it() -> None:
+    lost = LOGITS.clone()
+    lost[3, 0] = math.nan
+    assert argmax_changed(lost, LOGITS) == 1
+    assert argmax_changed(LOGITS, lost) == 1
+    assert argmax_changed(lost, lost) == 0
+    assert argmax_changed(LOGITS[:0], LOGITS[:0]) == 0
+
+
 # -------------------------------------------------------------------------------------------------------------- runners
 
 
@@ -434,6 +481,71 @@ def test_an_engine_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest
     engine.write_bytes(b"engine")
     with pytest.raises(InputError, match=r"^engine '.*' runs on a GPU and none is to be seen$"):
         tensorrt_runner(engine, plugin_library=None)
+
+
+class Experts(nn.Module):
+    """What a Transformers model has of experts' implementations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.implementation = "grouped_mm"
+        self.seen: list[str] = []
+
+    def get_experts_implementation(self) -> str:
+        return self.implementation
+
+    def set_experts_implementation(self, implementation: str) -> None:
+        self.implementation = implementation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.implementation)
+        if self.implementation == "batched_mm":
+            raise RuntimeError("no memory")
+        return x
+
+
+def test_a_named_experts_implementation_is_set_for_the_run_alone() -> None:
+    module, x = Experts(), torch.ones(2)
+    for name, seen in (("eager", "eager"), (None, "grouped_mm")):
+        run(TorchRunner(module, {"x": x}, ("y",), experts_implementation=name), {"x": x})
+        assert module.seen.pop() == seen
+        assert module.implementation == "grouped_mm"
+    with pytest.raises(InputError, match="no memory"):
+        run(TorchRunner(module, {"x": x}, ("y",), experts_implementation="batched_mm"), {"x": x})
+    assert module.implementation == "grouped_mm"
+
+
+def test_an_experts_implementation_that_is_not_there_is_named(source: Source, good: Path) -> None:
+    assert refused(good, source, experts_implementation="eager") == (
+        "TwoTails is no Transformers model: it has no experts to run as 'eager'"
+    )
+    assert refused(good, source, experts_implementation="fastest") == (
+        "the experts implementation was 'fastest'; eager, batched_mm, grouped_mm are taken"
+    )
+
+
+def test_without_the_kernels_host_build_the_report_says_so(
+    source: Source, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOETRT_HOST_LIBRARY", str(tmp_path / "none.so"))
+    report = compare(good, source)
+    assert report.passed
+    assert not any(output.runner == "kernel-host" for output in report.outputs)
+    (note,) = [note for note in report.notes if note.startswith("the kernel was not compared: ")]
+    assert "none.so' does not exist" in note
+    assert f"note: {note}" in report.lines()
+
+
+def test_a_kernel_that_is_wrong_is_named(source: Source, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def negated(*arguments: object) -> tuple[torch.Tensor, ...]:
+        norm, residual = launch(*arguments)  # type: ignore[arg-type]
+        return -norm, residual
+
+    monkeypatch.setattr("moetrt.runners.launch", negated)
+    report = compare(good, source)
+    failed = {(output.runner, output.name.rpartition(".")[2]) for output in report.outputs if not output.passed}
+    assert failed == {("kernel-host", "norm_out")}
+    assert report.cause == "MoEFinalizeAddRMSNorm is the tail it replaced, but the kernel computes norm_out wrongly"
 
 
 # ------------------------------------------------------------------------------------------------------- wrong pairings
