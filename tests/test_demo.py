@@ -58,7 +58,7 @@ def test_the_summary_is_one_page_and_has_the_figures(result: demo.DemoResult, ru
     assert (code, err) == (0, "")
     assert len(out.splitlines()) <= 47
     assert "3 / 3 / 3" in out
-    assert "--dynamicPlugins=" in out
+    assert "moetrt bench " in out
     assert "SHORT" not in out
 
 

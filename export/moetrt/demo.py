@@ -33,7 +33,6 @@ class DemoResult:
 
     Attributes:
         folder: where the files lie.
-        library: the plugin library.
         report: of the mapping.
         parity: ONNX Runtime against PyTorch.
         engine: built with the plugin.
@@ -42,7 +41,6 @@ class DemoResult:
     """
 
     folder: Path
-    library: Path
     report: "MappingReport"
     parity: "ParityReport"
     engine: "EngineInfo"
@@ -149,7 +147,7 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
     engine = build(library, "plugin.engine", _title(5, "build with the plugin"))
     baseline = build(None, "baseline.engine", _title(6, "build without it"))
     page = write_report(make_report(target), target)
-    return DemoResult(target, library, report, parity, engine, baseline, page)
+    return DemoResult(target, report, parity, engine, baseline, page)
 
 
 def _title(number: int, what: str) -> str:
@@ -175,16 +173,9 @@ def print_summary(out: Output, result: DemoResult) -> None:
     ):
         out.line(f"  {name:<16}{what}")
     out.line()
-    out.line("On a machine with a GPU, TensorRT 11 (H100, H200 and B200 need it) builds and times the same file:")
+    out.line("With a GPU and TensorRT, this times both; elsewhere it writes a script for the machine that has them:")
     out.line()
-    mapped, engine = result.folder / "mapped.onnx", result.folder / "gpu.engine"
-    shapes = {name: best for name, (_, best, _) in PROFILE.items()}
-    for command in (
-        trtexec.build_command(mapped, engine, plugin_library=result.library, profile=PROFILE),
-        trtexec.run_command(engine, plugin_library=result.library, shapes=shapes, export_prefix=result.folder / "gpu"),
-    ):
-        out.line(trtexec.command_text(command))
-    out.line()
-    out.line(
-        "Left without --dynamicPlugins, both give the baseline. samples/trtexec_commands.py has TensorRT 10 and RTX."
-    )
+    words = ["moetrt", "bench", str(result.folder / "mapped.onnx"), "-o", str(result.folder / "bench")]
+    for option, position in (("--min", 0), ("--opt", 1), ("--max", 2)):
+        words += [option, trtexec.shapes_text({name: bounds[position] for name, bounds in PROFILE.items()})]
+    out.line(trtexec.command_text(words))
