@@ -17,6 +17,7 @@ import onnx
 from moetrt import report_graph
 from moetrt.errors import InputError
 from moetrt.files import file_sha256
+from moetrt.mapping_report import MAPPED_FORM
 from moetrt.provenance import versions
 from moetrt.report_files import BENCH, ENGINE, MAPPING, PARITY, NamedModel, ReportFile, find_files, only_model
 from moetrt.report_graph import GraphFacts, GraphNode, LayerKey, Operand, layer_of, shape_text
@@ -529,10 +530,16 @@ def _told(site: Site) -> str:
 def _picture(
     file: ReportFile, sites: Sequence[Site], graph: onnx.ModelProto | None
 ) -> tuple[Picture | None, str | None]:
-    site = next((site for state in (MAPPED, FINALIZE_ONLY) for site in sites if site.state == state), None)
+    new = [site for site in sites if site.form != MAPPED_FORM]
+    site = next((site for state in (MAPPED, FINALIZE_ONLY) for site in new if site.state == state), None)
     source = file.content["source_model"]
     if site is None:
-        return None, "No tail was mapped, so there is no picture of one."
+        mapped = any(site.operator for site in sites)
+        return None, (
+            "The tails were plugin nodes before mapping, as the contract exports them, so there is no picture of one."
+            if mapped
+            else "No tail was mapped, so there is no picture of one."
+        )
     if graph is None or source is None:
         return None, "The mapped file is not there any more, so there is no picture of a tail."
     path = Path(os.path.normpath(file.path.parent / source["file"]))
@@ -709,12 +716,13 @@ def _engine(file: ReportFile) -> EngineFacts:
 
 
 def _provenance(file: ReportFile) -> Provenance:
+    command = file.content["command"]
     return Provenance(
         file=file.path.name,
         format=file.content["format"],
         sha256=file_sha256(file.path),
-        command=file.content["command"],
-        versions=dict(file.content["versions"]),
+        command=None if command is None else str(command),
+        versions={str(name): str(version) for name, version in file.content["versions"].items()},
     )
 
 

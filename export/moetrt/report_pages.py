@@ -129,6 +129,7 @@ def _environment() -> Environment:
         "slug": lambda state: state.replace(" ", "-"),
         "attributes": lambda entries: ", ".join(f"{name} {value:g}" for name, value in entries.items()),
         "md": _escaped_markdown,
+        "one_line": lambda text: " ".join(str(text).split()),
         "indented": lambda text: "\n".join(f"    {line}" for line in text.splitlines()),
     }
     environment.globals["shape_path"] = report_drawings.shape_path
