@@ -5,12 +5,14 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
 
+from moetrt.backends import Backend
 from moetrt.capture import export
 from moetrt.contract import MoEOutput, UnfinalizedMoEOutput
 from moetrt.cuda_op import launch
@@ -536,16 +538,85 @@ def test_without_the_kernels_host_build_the_report_says_so(
     assert f"note: {note}" in report.lines()
 
 
-def test_a_kernel_that_is_wrong_is_named(source: Source, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_is_named(
+    source: Source, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def negated(*arguments: object) -> tuple[torch.Tensor, ...]:
         norm, residual = launch(*arguments)  # type: ignore[arg-type]
         return -norm, residual
 
     monkeypatch.setattr("moetrt.runners.launch", negated)
-    report = compare(good, source)
+    # Nothing lies beside the file, and its outputs are right: the tails alone are reason enough to look into it.
+    report = compare(planted(good, lambda model, node: None, tmp_path), source)
     failed = {(output.runner, output.name.rpartition(".")[2]) for output in report.outputs if not output.passed}
     assert failed == {("kernel-host", "norm_out")}
     assert report.cause == "MoEFinalizeAddRMSNorm is the tail it replaced, but the kernel computes norm_out wrongly"
+
+
+def test_engines_stand_beside_onnx_runtime(
+    source: Source, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a GPU's runner stood in for by ONNX Runtime: on the file, and on one with a fault."""
+    faulty = planted(good, CASE22["scale missing"], tmp_path)
+
+    def runner(path: Path, *, plugin_library: Path | None, backend: str | None, name: str) -> OrtRunner:
+        assert (plugin_library is None) == (name == "tensorrt-without-plugin")
+        return OrtRunner(ort_session(path), name=name)
+
+    monkeypatch.setattr("moetrt.parity.tensorrt_runner", runner)
+    monkeypatch.setattr("moetrt.parity.choose", lambda backend: Backend("tensorrt", math, "11.4.0"))
+    report = compare(good, source, engine_path=good, engine_without_plugin_path=good)
+    assert report.passed
+    assert {output.runner for output in report.outputs if not output.tail} == {
+        "onnxruntime",
+        "onnxruntime-unmapped",
+        "tensorrt",
+        "tensorrt-without-plugin",
+    }
+    assert "in ONNX Runtime and TensorRT and TensorRT without the plugin against TwoTails" in report.how
+    assert report.as_dict()["versions"]["tensorrt"] == "11.4.0"
+    report = compare(good, source, engine_path=faulty)
+    assert {output.runner for output in report.outputs if not output.passed} == {"tensorrt"}
+    assert report.cause == "the file is right in ONNX Runtime, and the engine is off"
+
+
+def test_a_16_bit_model_runs_in_an_engine_as_it_is(
+    half: tuple[Source, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, path = half
+    fed: list[torch.dtype] = []
+
+    class Engine(TorchRunner):
+        def infer_impl(self, feed_dict: Mapping[str, torch.Tensor]) -> Any:
+            fed.append(feed_dict["hidden"].dtype)
+            return super().infer_impl(feed_dict)
+
+    def runner(path: Path, *, plugin_library: Path | None, backend: str | None, name: str) -> TorchRunner:
+        return Engine(source.module, source.example_inputs, source.output_names, name=name)
+
+    monkeypatch.setattr("moetrt.parity.tensorrt_runner", runner)
+    monkeypatch.setattr("moetrt.parity.choose", lambda backend: Backend("tensorrt", math, "11.4.0"))
+    report = compare(path, source, engine_path=path)
+    assert fed == [torch.bfloat16]
+    engine = [output for output in report.outputs if output.runner == "tensorrt"]
+    assert [output.dtype for output in engine] == ["bfloat16"] * 2
+    assert report.passed
+
+
+def test_a_file_beside_it_that_cannot_run_is_left_out(source: Source, tmp_path: Path) -> None:
+    """Nobody named it, so it is no reason to refuse; the one that is named is."""
+    path = mapped(source, tmp_path)
+    exported = path.with_name("model.onnx")
+    model = load_model(exported)
+    model.functions.clear()
+    exported.write_bytes(ir.to_proto(model).SerializeToString())
+    report = compare(path, source)
+    assert report.passed
+    assert report.tails == ()
+    (note,) = report.notes
+    assert note.startswith("the graph before mapping, 'model.onnx' beside it, was left out: ONNX Runtime does not take")
+    line = refused(path, source, unmapped_path=exported)
+    assert line.startswith(f"ONNX Runtime does not take the file before mapping ('{exported}'): ")
 
 
 # ------------------------------------------------------------------------------------------------------- wrong pairings

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import onnx_ir as ir
 import torch
 
-from moetrt.backends import Progress
-from moetrt.errors import InputError, InputTypeError
+from moetrt.backends import Progress, choose
+from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
 from moetrt.onnx_files import load_model, save_model
@@ -60,6 +60,7 @@ class ParityReport:
         tails: each tail against the graph before mapping, in order; empty where there was none to hold them against.
         cause: for a model that differs, the first thing that is off and what explains it; empty where nothing is known.
         notes: what was not run and why, and where the graph before mapping is from.
+        backends: which TensorRT ran the engines, and its version.
     """
 
     onnx_path: Path
@@ -72,6 +73,7 @@ class ParityReport:
     tails: tuple[TailVerdict, ...] = ()
     cause: str = ""
     notes: tuple[str, ...] = ()
+    backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -130,7 +132,7 @@ class ParityReport:
         return {
             "format": FORMAT,
             "command": command(),
-            "versions": versions(*_PACKAGES),
+            "versions": versions(*_PACKAGES) | dict(self.backends),
             "model": {"file": os.path.relpath(self.onnx_path, folder), "sha256": self.sha256},
             "source": self.source,
             "seed": self.seed,
@@ -295,14 +297,14 @@ class _Comparison:
         # A 16-bit model runs as its float32 twin; both are the same where the model is float32.
         module = self.source.module if self.half is None else copy.deepcopy(self.source.module).float()
         feed = {name: self._single(tensor) for name, tensor in self.feed.items()}
-        walk = None if self.original is None else Walk(self.model, self.original)
+        walk, unfused = self._prepared(folder)
         runners: list[Any] = [
             self._torch(module, feed),
             TorchRunner(module, feed, self.source.output_names, float64=True, name=GOLD),
             self._onnx(folder / "mapped", self._runnable(self.path), self._read_by_tails(), ORT, repr(str(self.path))),
         ]
-        if walk is not None:
-            runners.append(self._unfused(folder, walk))
+        if unfused is not None:
+            runners.append(unfused)
         if self.half is None:
             runners += self._engines(engines)
         self.say(f"running {', '.join(runner.name for runner in runners)}")
@@ -316,11 +318,13 @@ class _Comparison:
             again = [self._torch(self.source.module, self.feed), gold, *self._engines(engines)]
             judged += self._judged(side_by_side(again, self.feed), None)
         values = {**feed, **results[ORT]}
-        if walk is None and not all(output.passed for output in judged) and self.tails:
-            walk = self._walk_anew(folder, feed)
-        elif walk is not None:
+        if walk is not None:
             walk.take(self.feed, results[UNMAPPED])
-        judged += self._by_themselves(folder, walk, values)
+        alone = list(self._by_themselves(folder, walk, values))
+        if walk is None and self.tails and not all(output.passed for output in (*judged, *alone)):
+            walk = self._walk_anew(folder, feed)
+            alone = alone if walk is None else list(self._by_themselves(folder, walk, values))
+        judged += alone
         tails = self._walk(walk)
         outputs = _hinted(judged, self.source if seed is not None else None)
         return ParityReport(
@@ -329,12 +333,27 @@ class _Comparison:
             source=self.source.description,
             seed=seed,
             inputs={name: tuple(tensor.shape) for name, tensor in self.feed.items()},
-            how=self._how(results),
+            how=self._how(engines),
             outputs=outputs,
             tails=tails,
             cause=self._cause(walk, tails, outputs),
-            notes=tuple(self.notes),
+            notes=tuple(dict.fromkeys(self.notes)),
+            backends=dict(map(self._backend, engines)),
         )
+
+    def _prepared(self, folder: Path) -> tuple[Walk | None, OrtRunner | None]:
+        """The walk and the run of the file before mapping, where there is one that ONNX Runtime takes."""
+        if self.original is None:
+            return None, None
+        try:
+            walk = Walk(self.model, self.original)
+            return walk, self._unfused(folder, walk)
+        except MoetrtError as error:
+            if self.original.named:
+                raise
+            # Nobody asked for it: it lay beside the mapped file.
+            self.notes.append(f"the graph before mapping, {self.original.where}, was left out: {error}")
+            return None, None
 
     def _single(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if self.half is not None and tensor.is_floating_point() else tensor
@@ -356,7 +375,8 @@ class _Comparison:
     def _onnx(self, folder: Path, model: ir.Model, shown: Iterable[str], runner: str, name: str) -> OrtRunner:
         expose(model, shown)
         folder.mkdir()
-        return OrtRunner(ort_session(save_model(model, folder / "model.onnx"), name), name=runner)
+        # Loaded now: what ONNX Runtime does not take is known before anything runs.
+        return OrtRunner(ort_session(save_model(model, folder / "model.onnx"), name)(), name=runner)
 
     def _unfused(self, folder: Path, walk: Walk) -> OrtRunner:
         model = walk.original.model.clone()
@@ -393,8 +413,9 @@ class _Comparison:
                 f"the tails were not held against the graph before mapping: {why}; --unmapped names its file"
             )
             return None
-        walk = Walk(self.model, self.original)
-        walk.take(self.feed, side_by_side([self._unfused(folder, walk)], feed)[UNMAPPED])
+        walk, unfused = self._prepared(folder)
+        if walk is not None:
+            walk.take(self.feed, side_by_side([unfused], feed)[UNMAPPED])
         return walk
 
     def _by_themselves(
@@ -435,11 +456,11 @@ class _Comparison:
         if walk is None:
             return ()
         self.notes.append(f"the graph before mapping is {walk.original.where}")
-        found = []
+        found: list[TailVerdict] = []
         for tail in walk.tails:
             self.say(f"holding {tail.name} against the graph before mapping")
             try:
-                found.append(walk.judge(tail))
+                found.append(walk.judge(tail, thorough=all(verdict.passed for verdict in found)))
             except InputError as error:
                 self.notes.append(f"{tail.name} was not held against the graph before mapping: {error}")
         return tuple(found)
@@ -462,11 +483,15 @@ class _Comparison:
         self.say("looking between the tails")
         return walk.wiring(self.feed)
 
-    def _how(self, results: Results) -> str:
+    @staticmethod
+    def _backend(engine: _Engine) -> tuple[str, str]:
+        chosen = choose(engine.backend)
+        return chosen.name, chosen.version
+
+    def _how(self, engines: Sequence[_Engine]) -> str:
         where = ["ONNX Runtime"]
-        where += [
-            {TENSORRT: "TensorRT", NATIVE: "TensorRT without the plugin"}[n] for n in results if n in (TENSORRT, NATIVE)
-        ]
+        named = {TENSORRT: "TensorRT", NATIVE: "TensorRT without the plugin"}
+        where += [named[engine.runner] for engine in engines]
         names = " and ".join(where)
         pytorch = "PyTorch" if self.experts is None else f"PyTorch ({self.experts} experts)"
         tails = "1 tail by itself" if len(self.tails) == 1 else f"{len(self.tails)} tails by themselves"

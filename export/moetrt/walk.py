@@ -104,11 +104,13 @@ class Original:
     Attributes:
         model: the graph.
         where: where it is from, in words.
+        named: whether the user named its file.
         values: its values by name, in float32 where they are of 16 bits, once `run` has filled them in.
     """
 
     model: ir.Model
     where: str
+    named: bool = False
     values: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -131,7 +133,7 @@ def find_original(path: Path, mapped: ir.Model, given: Path | None) -> Original 
         return None
     why = _not_original(mapped, model)
     if why is None:
-        return Original(model, f"'{place}'" if given else f"'{place.name}' beside it")
+        return Original(model, f"'{place}'", named=True) if given else Original(model, f"'{place.name}' beside it")
     if given is not None:
         raise InputError(f"'{place}' is not the file that '{path}' was mapped from: {why}")
     return None
@@ -246,8 +248,13 @@ class Walk:
         values = evaluate(self.original.model, names.values(), _as(known, wider), wider=wider)
         return {_common(output): values[name] for output, name in names.items()}
 
-    def judge(self, tail: Tail) -> TailVerdict:
+    def judge(self, tail: Tail, *, thorough: bool = True) -> TailVerdict:
         """The verdict over one tail.
+
+        Args:
+            tail: one of `tails`.
+            thorough: of a tail that is off, whether the other tails are looked at for an explanation: it takes time for
+                each of them.
 
         Raises:
             InputError: onnx's evaluator does not compute what is needed.
@@ -266,7 +273,7 @@ class Walk:
             passed=all(value <= EXACT for value in error.values()),
         )
         if not verdict.passed:
-            return self._failed(verdict, self._cause(tail, operation, gold))
+            return self._failed(verdict, self._cause(tail, operation, gold, thorough))
         cause = self._rounding(tail, unfused)
         return self._failed(verdict, cause) if cause is not None else verdict
 
@@ -275,12 +282,16 @@ class Walk:
             return replace(verdict, passed=False)
         return replace(verdict, passed=False, cause=cause.line(), left=cause.left)
 
-    def _cause(self, tail: Tail, operation: Operation, gold: Mapping[str, torch.Tensor]) -> Cause | None:
-        for other in self.tails:
+    def _cause(
+        self, tail: Tail, operation: Operation, gold: Mapping[str, torch.Tensor], thorough: bool
+    ) -> Cause | None:
+        for other in self.tails if thorough else ():
             # Before anything about this tail itself: another's outputs explain them wholly.
             if other is not tail and max(distance(operation.outputs(), self.gold(other)).values()) <= EXACT:
                 return Cause(f"it gives the outputs of '{other.name}': the two are exchanged", 0.0)
-        return explain(operation, gold, self._counterpart(tail), self._others(tail), self._tail_outputs())
+        return explain(
+            operation, gold, self._counterpart(tail), self._others(tail) if thorough else {}, self._tail_outputs()
+        )
 
     def _tail_outputs(self) -> dict[str, torch.Tensor]:
         return {
