@@ -241,8 +241,8 @@ def test_saved_inputs_are_loaded(run: Run, mapped_block: Path, tmp_path: Path, p
         raw = bytearray((tmp_path / "out" / file).read_bytes())
         assert torch.equal(torch.frombuffer(raw, dtype=torch.float32).reshape(8, 64), feed[name])
     # The stand-in saw files of the right size.
-    log = (tmp_path / "out/1/plugin.1.log").read_text()
-    assert "--loadInputs=x:1/input.0.bin,residual:1/input.1.bin" in log
+    log = (tmp_path / "out/bench/1/plugin.1.log").read_text()
+    assert "--loadInputs=x:bench/1/input.0.bin,residual:bench/1/input.1.bin" in log
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ class TestReadBack:
         "name", ["1/native.2.times.json", "1/plugin.1.layers.json", "1/native.1.log", "plugin.log"]
     )
     def test_missing_file(self, folder: Path, mapped_block: Path, refused: Callable[..., str], name: str) -> None:
-        (folder / name).unlink()
+        (folder / "bench" / name).unlink()
         assert f"{name}' does not exist" in refused("bench", mapped_block, "-o", folder, "--read")
 
     def test_other_model(self, folder: Path, mapped_block_fp16: Path, refused: Callable[..., str]) -> None:
@@ -331,7 +331,7 @@ class TestReadBack:
         assert "plugin.log' is of another benchmark" in refused("bench", mapped_block, "-o", folder, "--read")
 
     def test_log_of_another_version(self, folder: Path, mapped_block: Path, refused: Callable[..., str]) -> None:
-        log = folder / "1/native.2.log"
+        log = folder / "bench/1/native.2.log"
         text = log.read_text()
         log.write_text(text.replace("TensorRT version: 11.1.0", "TensorRT version: 11.0.0"))
         line = refused("bench", mapped_block, "-o", folder, "--read")
@@ -347,17 +347,17 @@ class TestReadBack:
         )
 
     def test_logs_of_two_gpus(self, folder: Path, mapped_block: Path, refused: Callable[..., str]) -> None:
-        log = folder / "1/native.2.log"
+        log = folder / "bench/1/native.2.log"
         log.write_text(log.read_text().replace(DEVICE, "NVIDIA Other"))
         assert "the logs differ in the GPU" in refused("bench", mapped_block, "-o", folder, "--read")
 
     def test_plugin_that_did_not_run(self, folder: Path, mapped_block: Path, refused: Callable[..., str]) -> None:
-        shutil.copy(folder / "1/native.1.layers.json", folder / "1/plugin.1.layers.json")
-        shutil.copy(folder / "1/native.1.profile.json", folder / "1/plugin.1.profile.json")
+        shutil.copy(folder / "bench/1/native.1.layers.json", folder / "bench/1/plugin.1.layers.json")
+        shutil.copy(folder / "bench/1/native.1.profile.json", folder / "bench/1/plugin.1.profile.json")
         # Native layers of the tail, in the engine with the plugin: they count as the tail's own.
         assert cli.run(["bench", str(mapped_block), "-o", str(folder), "--read"]) == 0
-        text = (folder / "1/plugin.1.layers.json").read_text().replace("MoEFinalize", "Other")
-        (folder / "1/plugin.1.layers.json").write_text(text)
+        text = (folder / "bench/1/plugin.1.layers.json").read_text().replace("MoEFinalize", "Other")
+        (folder / "bench/1/plugin.1.layers.json").write_text(text)
         line = refused("bench", mapped_block, "-o", folder, "--read")
         assert "no layer of the engine with the plugin is tail" in line
 
@@ -412,14 +412,14 @@ class TestScript:
         shutil.copytree(folder, there / "the bench")
         shutil.copytree(mapped_block.parent, there / "models")
         self.bash(there / "the bench", f"models/{mapped_block.name}", cwd=there)
-        assert (there / "the bench/1/native.2.times.json").exists()
+        assert (there / "the bench/bench/1/native.2.times.json").exists()
         assert "is not there; bash bench.sh MODEL names it" in self.bash(there / "the bench", code=1)
 
     def test_failure_stops_it_with_the_first_error(self, folder: Path, planted: Planted) -> None:
         planted.save(failure="build")
         said = self.bash(folder, code=1).splitlines()
         assert said[0] == "[moetrt] node 'tail': gamma was of 63; 64 is taken"
-        assert said[1] == "bench.sh: error: build, plugin ended with code 1; see plugin.log"
+        assert said[1] == "bench.sh: error: build, plugin ended with code 1; see bench/plugin.log"
         planted.save(failure="run")
         assert "Cuda Runtime (out of memory)" in self.bash(folder, code=1)
 
@@ -433,12 +433,12 @@ class TestScript:
         planted.save(version=[11, 1, 0])
         assert "is not the file that this was written for" in self.bash(folder, mapped_block_fp16, code=1)
         assert "no-such-tool is not there" in self.bash(folder, code=1, TRTEXEC="no-such-tool")
-        (folder / "libmoetrt_plugins.so").unlink()
-        assert "libmoetrt_plugins.so is not there" in self.bash(folder, code=1)
+        (folder / "bench/libmoetrt_plugins.so").unlink()
+        assert "bench/libmoetrt_plugins.so is not there" in self.bash(folder, code=1)
 
     def test_other_library_is_noted(self, folder: Path, mapped_block: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """As on a machine of another architecture, where the library was built anew."""
-        (folder / "libmoetrt_plugins.so").write_bytes(b"another")
+        (folder / "bench/libmoetrt_plugins.so").write_bytes(b"another")
         self.bash(folder)
         assert cli.run(["bench", str(mapped_block), "-o", str(folder), "--read"]) == 0
         assert "note: the plugin library that ran is another than bench.manifest.json's" in capsys.readouterr().out
@@ -463,7 +463,7 @@ class TestPlan:
         said = capsys.readouterr().out
         assert "trtexec is not here; no GPU is to be seen here; written for TensorRT 11 (--tool)" in said
         assert f"bash {tmp_path / 'out/bench.sh'}" in said
-        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [MANIFEST, SCRIPT, "libmoetrt_plugins.so"]
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bench", MANIFEST, SCRIPT]
 
     @pytest.mark.parametrize("tool", ["trtexec-10", "trtexec-11", "tensorrt-rtx"])
     def test_dry_run_prints_commands_and_writes_nothing(
@@ -474,7 +474,7 @@ class TestPlan:
         # Two builds, five repeats of two ways.
         assert said.count("--onnx=") == 2
         assert said.count("--exportTimes=") == 10
-        assert said.count("--dynamicPlugins=./libmoetrt_plugins.so") == 6
+        assert said.count("--dynamicPlugins=bench/libmoetrt_plugins.so") == 6
         assert ("--useCudaGraph" in said) == (tool == "trtexec-10")
         assert not (tmp_path / "out").exists()
 

@@ -283,7 +283,7 @@ def test_planted_times_come_back_through_the_same_files(
     (tail,) = point["tails"]
     assert tail["ratio"]["low"]["median"] == pytest.approx(5.0)
     assert tail["layers"]["native"]["own"] == ["a", "b"]
-    times = json.loads((tmp_path / "out/1/plugin.1.times.json").read_text())
+    times = json.loads((tmp_path / "out/bench/1/plugin.1.times.json").read_text())
     assert len(times) >= bench_python.LEAST_QUERIES
     assert result["notes"] == []
 
@@ -310,7 +310,7 @@ def test_saved_inputs_reach_the_engine(module: Any, mapped_block: Path, tmp_path
     words = ["--repeats", "1", "--seconds", "0.01", "--load-inputs", str(tmp_path / "inputs.json")]
     assert cli.run(["bench", str(mapped_block), "-o", str(tmp_path / "out"), *words]) == 0
     plan, _ = read_manifest(tmp_path / "out")
-    session = bench_python._Session(module, tmp_path / "out/plugin.engine", plan.points[0], tmp_path / "out")
+    session = bench_python._Session(module, tmp_path / "out/bench/plugin.engine", plan.points[0], tmp_path / "out")
     for name, tensor in feed.items():
         assert torch.equal(session._buffers[name], tensor)
 
@@ -360,9 +360,9 @@ def test_refusals_are_one_line(
 def test_engine_that_does_not_load(module: Any, mapped_block: Path, tmp_path: Path) -> None:
     run(mapped_block, tmp_path / "out")
     plan, _ = read_manifest(tmp_path / "out")
-    (tmp_path / "out/plugin.engine").write_text("another")
+    (tmp_path / "out/bench/plugin.engine").write_text("another")
     with pytest.raises(InputError, match=r"TensorRT 10\.16\.1\.11 does not load '.*plugin\.engine'"):
-        bench_python._Session(module, tmp_path / "out/plugin.engine", plan.points[0], tmp_path / "out")
+        bench_python._Session(module, tmp_path / "out/bench/plugin.engine", plan.points[0], tmp_path / "out")
 
 
 def test_profile_that_changes_is_refused() -> None:

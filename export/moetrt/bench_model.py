@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from moetrt.bench_plan import TOOLS, Plan, Point, TailOfModel
+from moetrt.bench_plan import FILES, TOOLS, Plan, Point, TailOfModel
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import find_plugin_library, library_sha256
@@ -103,7 +103,9 @@ def make_plan(
     for index, point in enumerate(given or [{name: best for name, (_, best, _) in profile.items()}]):
         shapes_of = _complete(inputs, point, profile)
         _check_inside(shapes_of, profile)
-        files = {name: f"{index + 1}/input.{place}.bin" for place, name in enumerate(feeds[index])} if feeds else {}
+        files = (
+            {name: f"{FILES}/{index + 1}/input.{place}.bin" for place, name in enumerate(feeds[index])} if feeds else {}
+        )
         planned.append(Point(str(index + 1), shapes_of, files))
     library = existing_file(plugin_library, "plugin library") if plugin_library is not None else find_plugin_library()
     tails = []
@@ -116,7 +118,7 @@ def make_plan(
         tool=tool,
         model=os.path.relpath(source, folder),
         model_sha256=file_sha256(source),
-        library=library.name,
+        library=f"{FILES}/{library.name}",
         library_sha256=library_sha256(library),
         profile=profile,
         dynamic=tuple(name for name, value in inputs.items() if any(not isinstance(dim, int) for dim in _shape(value))),

@@ -1,10 +1,13 @@
 """What a benchmark will do: its points, repeats and command lines, as a manifest, and as a script for another machine.
 
-DIR/bench.manifest.json        the plan; says which model, which library and which tool the figures are of
-DIR/bench.sh                   runs the plan on the machine that has trtexec
-DIR/libmoetrt_plugins.so       the library, copied
-DIR/plugin.engine, native.engine, and their .log
-DIR/1/plugin.3.times.json      point 1, repeat 3; beside it .profile.json, .layers.json and .log
+Everything lies in one folder, and every path in it is relative to that folder:
+
+    DIR/bench.manifest.json          the plan; says which model, which library and which tool the figures are of
+    DIR/bench.sh                     runs the plan on the machine that has trtexec
+    DIR/bench.json                   the figures, once they were read
+    DIR/bench/libmoetrt_plugins.so   the library, copied
+    DIR/bench/plugin.engine          and native.engine, each with its .log
+    DIR/bench/1/plugin.3.times.json  point 1, repeat 3; beside it .profile.json, .layers.json and .log
 """
 
 import hashlib
@@ -23,6 +26,9 @@ from moetrt.profiles import Profile, Shape
 
 MANIFEST = "bench.manifest.json"
 SCRIPT = "bench.sh"
+FILES = "bench"
+"""The folder beside them that has everything else."""
+
 FORMAT = "moetrt.bench-manifest/1"
 
 PLUGIN = "plugin"
@@ -95,7 +101,7 @@ class Plan:
         tool: a key of `TOOLS`.
         model: the mapped file, relative to the benchmark's folder.
         model_sha256: of that file (its external data is not part of it).
-        library: the plugin library's file name in the benchmark's folder.
+        library: the plugin library, likewise.
         library_sha256: of that file.
         profile: input name -> (min, opt, max) of every input.
         dynamic: the inputs that have a dynamic dimension: trtexec takes no shapes of others.
@@ -189,7 +195,15 @@ class Plan:
 
     def prefix(self, point: Point, repeat: int, way: str) -> str:
         """Where a run's files go: ``PREFIX.times.json`` and so on."""
-        return f"{point.name}/{way}.{repeat}"
+        return f"{FILES}/{point.name}/{way}.{repeat}"
+
+    def engine(self, way: str) -> str:
+        """Where a way's engine goes."""
+        return f"{FILES}/{way}.engine"
+
+    def build_log(self, way: str) -> str:
+        """Where the log of its build goes."""
+        return f"{FILES}/{way}.log"
 
     def ways(self, repeat: int) -> tuple[str, str]:
         """The order within a repeat, turned round each time, so that a clock that drifts favours neither."""
@@ -211,15 +225,15 @@ class Plan:
         profile = {name: self.profile[name] for name in self.dynamic}
         steps = []
         for way in (PLUGIN, NATIVE):
-            engine = f"{way}.engine"
+            engine = self.engine(way)
             build = trtexec.build_command(
                 self.model, engine, tool_key=self.tool, plugin_library=self.library_of(way), profile=profile
             )
-            steps.append(Step(f"build, {way}", way, tuple(build), f"{way}.log", (engine,)))
+            steps.append(Step(f"build, {way}", way, tuple(build), self.build_log(way), (engine,)))
         for point, repeat, way in self.runs():
             prefix = self.prefix(point, repeat, way)
             run = trtexec.run_command(
-                f"{way}.engine",
+                self.engine(way),
                 tool_key=self.tool,
                 plugin_library=self.library_of(way),
                 shapes={name: point.shapes[name] for name in self.dynamic},

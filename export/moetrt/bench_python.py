@@ -67,21 +67,21 @@ def run_plan(
         library = plan.library_of(way)
         build_engine(
             folder / plan.model,
-            folder / f"{way}.engine",
+            folder / plan.engine(way),
             backend=chosen.name,
             plugin_library=folder / library if library else None,
             profiles=plan.profile,
             detailed=True,
             progress=say,
         )
-        _write_log(plan, folder, way, f"{way}.log", chosen, [])
+        _write_log(plan, folder, way, plan.build_log(way), chosen, [])
     for number, (point, repeat, way) in enumerate(runs, 3):
         say(f"[{number}/{count}] {point.title}, repeat {repeat} of {plan.repeats}, {way}")
         prefix = plan.prefix(point, repeat, way)
         for what in ("times", "profile", "layers"):
             (folder / f"{prefix}.{what}.json").unlink(missing_ok=True)
         warnings: list[str] = []
-        with _Session(chosen.module, folder / f"{way}.engine", point, folder) as session:
+        with _Session(chosen.module, folder / plan.engine(way), point, folder) as session:
             times = session.times(plan.seconds or DEFAULT_SECONDS, warnings)
             profile = session.profile(plan.seconds or DEFAULT_SECONDS)
             layers = session.layer_information()

@@ -209,7 +209,7 @@ def read_result(
         InputError: a file is missing, cut off, of another benchmark or of another version of TensorRT; or the engine
             with the plugin has no layer for a tail.
     """
-    logs = [_log(plan, folder, f"{way}.log", way) for way in (PLUGIN, NATIVE)]
+    logs = [_log(plan, folder, plan.build_log(way), way) for way in (PLUGIN, NATIVE)]
     runs: dict[tuple[str, int, str], _Run] = {}
     for point, repeat, way in plan.runs():
         prefix = plan.prefix(point, repeat, way)

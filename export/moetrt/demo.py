@@ -175,7 +175,7 @@ def print_summary(out: Output, result: DemoResult) -> None:
     out.line()
     out.line("With a GPU and TensorRT, this times both; elsewhere it writes a script for the machine that has them:")
     out.line()
-    words = ["moetrt", "bench", str(result.folder / "mapped.onnx"), "-o", str(result.folder / "bench")]
+    words = ["moetrt", "bench", str(result.folder / "mapped.onnx"), "-o", str(result.folder)]
     for option, position in (("--min", 0), ("--opt", 1), ("--max", 2)):
         words += [option, trtexec.shapes_text({name: bounds[position] for name, bounds in PROFILE.items()})]
     out.line(trtexec.command_text(words))
