@@ -12,6 +12,8 @@ from typing import Any
 from moetrt.report_graph import GraphNode, Operand, externals
 
 Place = float | str
+Legend = Sequence[tuple[str, str]]
+"""The classes of the marks, and what they stand for."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Drawing:
         title: what it shows, in a few words.
         description: what is to be seen in it, for who does not see it.
         height: pixels.
-        width: pixels; None fills the width of the page.
+        width: pixels; None fills the width that there is.
+        crowded: whether it needs the whole width of the page.
         elements: what is drawn.
         legend: for a plot: the mark's class and what it stands for.
     """
@@ -45,6 +48,7 @@ class Drawing:
     description: str
     height: float = 0.0
     width: float | None = None
+    crowded: bool = False
     elements: list[Element] = field(default_factory=list)
     legend: list[tuple[str, str]] = field(default_factory=list)
 
@@ -292,7 +296,8 @@ def rows_plot(
         drawing.add("text", x="0", y=y - 14, text=shortened(row.label, 48), title=row.label)
         drawing.add("line", x1="0", x2="100%", y1=y, y2=y, class_="track")
         for mark in row.marks:
-            _mark(drawing, mark, (scale.place(mark.low), y), (scale.place(mark.high), y))
+            move = f"translate(0,{_BELOW.get(mark.series, 0)})"
+            _mark(drawing, mark, (scale.place(mark.low), y), (scale.place(mark.high), y), move)
     drawing.height = bottom + 38
     return drawing
 
@@ -307,11 +312,22 @@ def _vertical_grid(drawing: Drawing, scale: LogAxis, top: float, bottom: float, 
     drawing.add("text", x="0", y=bottom + 33, class_="quiet", text=axis)
 
 
+_CROWDED = 12
+"""More rows than this side by side have small marks one above the other."""
+
+
 def series_plot(
-    title: str, description: str, rows: Sequence[Row], legend: Sequence[tuple[str, str]], axis: str
+    title: str, description: str, rows: Sequence[Row], legend: Legend, axis: str, *, along: str = ""
 ) -> Drawing:
-    """A plot with the rows side by side, from left to right, and figures from the bottom up."""
-    drawing = Drawing(title, description, legend=list(legend))
+    """A plot with the rows side by side, from left to right, and figures from the bottom up.
+
+    Args:
+        title, description, rows, legend: of the plot.
+        axis: what the figures are.
+        along: what the rows are, where their labels are numbers alone.
+    """
+    crowded = len(rows) > _CROWDED
+    drawing = Drawing(title, description, legend=list(legend), crowded=crowded)
     height, top = 200.0, 36.0
     scale = LogAxis((v for row in rows for mark in row.marks for v in (mark.low, mark.high)), 0.0, 100.0)
 
@@ -323,15 +339,19 @@ def series_plot(
         line = round(top + height * (1 - percent / 100), 1)
         drawing.add("line", x1="0", x2="100%", y1=line, y2=line, class_="grid")
         drawing.add("text", x="0", y=line - 3, class_="tick", text=label)
-    first, last = 16.0, 90.0
+    drawing.add("text", x="0", y=top + height + 17, class_="tick", text=along)
+    first, last = 16.0, 97.0 if crowded else 90.0
     every = math.ceil(len(rows) / 8)
     for index, row in enumerate(rows):
         x = round((first + last) / 2 if len(rows) == 1 else first + (last - first) * index / (len(rows) - 1), 2)
         if index % every == 0:
-            drawing.add("text", x=f"{x}%", y=top + height + 16, text_anchor="middle", class_="tick", text=row.label)
+            label = shortened(row.label, 10)
+            drawing.add("text", x=f"{x}%", y=top + height + 17, text_anchor="middle", class_="tick", text=label)
         for mark in row.marks:
-            _mark(drawing, mark, (x, y(mark.low)), (x, y(mark.high)), upright=True)
-    drawing.height = top + height + 24
+            aside = 0 if crowded else _ASIDE.get(mark.series, 0)
+            move = f"translate({aside},0){' scale(0.6)' if crowded else ''}"
+            _mark(drawing, mark, (x, y(mark.low)), (x, y(mark.high)), move, upright=True)
+    drawing.height = top + height + 25
     return drawing
 
 
@@ -370,8 +390,15 @@ def shape_path(series: str, *, upright: bool = False) -> str:
 
 
 def _mark(
-    drawing: Drawing, mark: Mark, low: tuple[float, float], high: tuple[float, float], *, upright: bool = False
+    drawing: Drawing,
+    mark: Mark,
+    low: tuple[float, float],
+    high: tuple[float, float],
+    move: str,
+    *,
+    upright: bool = False,
 ) -> None:
+    """Draws a figure at ``low``, a place in per cent and in pixels, and the span to ``high`` where that is another."""
     if low != high:
         drawing.add(
             "line",
@@ -382,7 +409,6 @@ def _mark(
             class_=f"span {mark.series}",
             title=mark.title,
         )
-    move = f"translate({_ASIDE.get(mark.series, 0)},0)" if upright else f"translate(0,{_BELOW.get(mark.series, 0)})"
     for x, y in dict.fromkeys((low, high)):
         # A path has no places in per cent; a picture within the picture has.
         drawing.add(

@@ -24,6 +24,7 @@ _SYMBOLS = {
     "good": "✓",
     "bad": "✕",
     "missing": "–",
+    "part": "◧",
     "mapped": "■",
     "finalize only": "◧",
     "not mapped": "✕",
@@ -207,9 +208,15 @@ def parity_plots(facts: ParityFacts) -> list[Drawing]:
         by_tail: dict[str | None, list[OutputParity]] = {}
         for output in outputs:
             by_tail.setdefault(output.tail, []).append(output)
-        rows = [Row(layer_label(tail or ""), _error_marks(group)) for tail, group in by_tail.items()]
+        labels = [layer_label(tail or "") for tail in by_tail]
+        layers = all(label.startswith("layer ") for label in labels)
+        rows = [
+            Row(label.removeprefix("layer ") if layers else label, _error_marks(group))
+            for label, group in zip(labels, by_tail.values(), strict=True)
+        ]
         legend = _legend(outputs, [(runner, runner) for runner in dict.fromkeys(o.runner for o in outputs)])
-        plots.append(series_plot(f"Error of each tail's {name}", _described(outputs), rows, legend, _ERROR_AXIS))
+        title, described = f"Error of each tail's {name}", _described(outputs)
+        plots.append(series_plot(title, described, rows, legend, _ERROR_AXIS, along="layer" if layers else ""))
     return plots
 
 
