@@ -39,6 +39,7 @@ class Drawing:
         description: what is to be seen in it, for who does not see it.
         height: pixels.
         width: pixels; None fills the width that there is.
+        upright: whether figures go from the bottom up.
         crowded: whether it needs the whole width of the page.
         elements: what is drawn.
         legend: for a plot: the mark's class and what it stands for.
@@ -48,6 +49,7 @@ class Drawing:
     description: str
     height: float = 0.0
     width: float | None = None
+    upright: bool = False
     crowded: bool = False
     elements: list[Element] = field(default_factory=list)
     legend: list[tuple[str, str]] = field(default_factory=list)
@@ -327,7 +329,7 @@ def series_plot(
         along: what the rows are, where their labels are numbers alone.
     """
     crowded = len(rows) > _CROWDED
-    drawing = Drawing(title, description, legend=list(legend), crowded=crowded)
+    drawing = Drawing(title, description, legend=list(legend), upright=True, crowded=crowded)
     height, top = 200.0, 36.0
     scale = LogAxis((v for row in rows for mark in row.marks for v in (mark.low, mark.high)), 0.0, 100.0)
 
