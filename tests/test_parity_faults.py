@@ -374,8 +374,9 @@ TABLE = [
     Row("outputs of a tail exchanged", outputs_exchanged, "residual is norm_out of '"),
     Row("outputs of the last tail exchanged", outputs_exchanged,
         "output 'logits' is off: it reads the two outputs of 'layers.1/MoEFinalizeAddRMSNorm' the other way round",
-        tail=1, model="single"),
-    Row("a GEMM between the tails", experts_doubled, "', is off, though every tail before it is right", model="single"),
+        tail=1),
+    Row("a GEMM between the tails", experts_doubled,
+        "gemm2_permuted of 'layers.1/MoEFinalizeAddRMSNorm', is off, though every tail before it is right"),
     Row("the function's body", body_sums, "but its function in the file computes norm_out wrongly"),
 ]  # fmt: skip
 

@@ -105,13 +105,15 @@ class Original:
         model: the graph.
         where: where it is from, in words.
         named: whether the user named its file.
-        values: its values by name, in float32 where they are of 16 bits, once `run` has filled them in.
+        values: its values by name, in its dtypes, once `Walk.take` has filled them in.
+        single: the same as they were computed, in float32 where the graph has 16 bits.
     """
 
     model: ir.Model
     where: str
     named: bool = False
     values: dict[str, torch.Tensor] = field(default_factory=dict)
+    single: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def find_original(path: Path, mapped: ir.Model, given: Path | None) -> Original | None:
@@ -219,6 +221,7 @@ class Walk:
             dtype = TORCH_DTYPES.get(dtypes[name] or ir.DataType.UNDEFINED)
             self.original.values[name] = values[name] if dtype is None else values[name].to(dtype)
         self.original.values.update(feed)
+        self.original.single = {name: values[name] for name in self.names}
 
     def operands(self, tail: Tail) -> dict[str, torch.Tensor]:
         """A tail's inputs by the operator's names, in their dtypes, computed by the file from the original's values.
@@ -378,7 +381,7 @@ class Walk:
     def _first_off(
         self, feed: Mapping[str, torch.Tensor], exchanged: Mapping[str, str]
     ) -> tuple[int, str, Tail | None] | None:
-        values = self.original.values
+        values = self.original.single
         points: list[tuple[str, str, Tail | None]] = [
             (value.name or "", f"'{value.name}', {name} of '{tail.name}',", tail)
             for tail in self.tails
@@ -395,7 +398,7 @@ class Walk:
         renamed = cut(twin, {name: values[name].dim() for name in cuts})
         expose(twin, {name for name, _, _ in points})
         given = {name: _single(value) for name, value in feed.items()}
-        given |= {name: _single(values[exchanged.get(name, name)]) for name in cuts}
+        given |= {name: values[exchanged.get(name, name)] for name in cuts}
         with tempfile.TemporaryDirectory(prefix="moetrt-walk-") as folder:
             path = save_model(twin, Path(folder) / "cut.onnx")
             result = side_by_side([OrtRunner(ort_session(path), name="cut")], given)["cut"]
