@@ -17,6 +17,7 @@ from moetrt import bench, cli
 from moetrt.backends import Gpu
 from moetrt.bench_plan import MANIFEST, SCRIPT, read_manifest
 from moetrt.bench_result import Layer, TailOfModel, attribute
+from tests.test_engine import one_tail, save
 from tests.trtexec_stand_in import DEVICE, VARIABLE, install
 
 POINT = "x:8x64 residual:8x64"
@@ -243,6 +244,34 @@ def test_saved_inputs_are_loaded(run: Run, mapped_block: Path, tmp_path: Path, p
     # The stand-in saw files of the right size.
     log = (tmp_path / "out/bench/1/plugin.1.log").read_text()
     assert "--loadInputs=x:bench/1/input.0.bin,residual:bench/1/input.1.bin" in log
+
+
+def test_static_model_with_a_map_among_its_inputs(planted: Planted, tmp_path: Path) -> None:
+    """The contract alone: every operand is an input of the graph, with sizes that the file fixes."""
+    from polygraphy.json import save_json
+
+    path = save(one_tail(), tmp_path / "m.onnx")
+    feed = {
+        "gemm2_permuted": torch.zeros(16, 8),
+        "expert_weights": torch.zeros(4, 2),
+        "expanded_idx_to_permuted_idx": torch.zeros(4, 2, dtype=torch.int32),
+        "residual": torch.zeros(4, 8),
+        "gamma": torch.zeros(8),
+    }
+    save_json([feed], str(tmp_path / "inputs.json"))
+    inner = f"node_Mul | {TAIL} ({TAIL})"
+    planted.save(
+        static=True,
+        inputs={name: tensor.numel() * 4 for name, tensor in feed.items()},
+        plugin={"compute_ms": 0.5, "layers": [layer(TAIL, 0.2, TAIL)]},
+        native={"compute_ms": 1.0, "layers": [layer("a", 0.4, inner)]},
+    )
+    words = ["-o", str(tmp_path / "out"), "--repeats", "1", "--load-inputs", str(tmp_path / "inputs.json")]
+    assert cli.run(["bench", str(path), *words]) == 0
+    (point,) = json.loads((tmp_path / "out/bench.json").read_text())["points"]
+    assert median(point["tails"][0]["ratio"]["low"]) == pytest.approx(2.0)
+    # Two rows, the residual and two outputs of 8 numbers, weights and map of 2, for each of 4 tokens; gamma of 8.
+    assert point["tails"][0]["floor"]["bytes"] == 4 * (4 * (2 * 8 + 3 * 8 + 2 + 2)) + 4 * 8
 
 
 @pytest.mark.parametrize(
@@ -525,6 +554,42 @@ class TestPlan:
         assert "are no feeds that Polygraphy saved" in refused(
             "bench", mapped_block, "-o", tmp_path / "out", "--load-inputs", path
         )
+
+    def test_each_feed_is_a_point(self, mapped_block: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """What `moetrt compare --save-inputs` keeps is one of these."""
+        from polygraphy.json import save_json
+
+        feeds = [{name: torch.zeros(tokens, 64) for name in ("x", "residual")} for tokens in (4, 16)]
+        save_json(feeds, str(tmp_path / "inputs.json"))
+        words = ["-o", str(tmp_path / "out"), "--load-inputs", str(tmp_path / "inputs.json"), "--dry-run"]
+        assert cli.run(["bench", str(mapped_block), *words]) == 0
+        said = capsys.readouterr().out
+        assert "--minShapes=x:4x64,residual:4x64" in said
+        assert "--maxShapes=x:16x64,residual:16x64" in said
+        assert "--loadInputs=x:bench/2/input.0.bin,residual:bench/2/input.1.bin" in said
+
+    def test_map_is_not_made_up(self, tmp_path: Path, refused: Callable[..., str]) -> None:
+        """Of random numbers most name no row, and rows that are not named are not read: the time would be too good."""
+        path = save(one_tail(), tmp_path / "m.onnx")
+        line = refused("bench", path, "-o", tmp_path / "out")
+        assert (
+            f"input 'expanded_idx_to_permuted_idx' is the map of tail '{TAIL}', and random numbers are no map" in line
+        )
+        assert "--load-inputs" in line
+
+    def test_sizes_that_the_file_does_not_tell_have_no_floor(
+        self, mapped_block: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = shutil.copytree(mapped_block.parent, tmp_path / "models")
+        model = ir.load(folder / mapped_block.name)
+        node = next(node for node in model.graph if node.op_type == TAIL)
+        weights = node.inputs[1]
+        assert weights is not None
+        weights.shape = None
+        ir.save(model, folder / "m.onnx")
+        assert cli.run(["bench", str(folder / "m.onnx"), "-o", str(tmp_path / "out")]) == 0
+        assert "note: the shapes in the file do not tell how many tokens tail" in capsys.readouterr().out
+        assert read_manifest(tmp_path / "out")[0].tails[0].floor_bytes == (None,)
 
     def test_model_without_tails(self, tmp_path: Path, refused: Callable[..., str]) -> None:
         graph = ir.Graph([], [], nodes=[], opset_imports={"": 22}, name="g")

@@ -4,7 +4,8 @@ The options were read from trtexec's option parsers, 10.8 to 11.1; the layout of
 a run costs is planted: the variable TRTEXEC_STAND_IN names a JSON file with the version, and for each way ("plugin" or
 "native", after the engine that is loaded) the time of a query and the layers with their times.
 
-    {"version": [11, 1, 0], "failure": "" or one of FAILURES, "drift": 0.0, "inputs": {"x": bytes},
+    {"version": [11, 1, 0], "drift": 0.0, "inputs": {"x": bytes}, "static": false,
+     "failure": "" or "build", "run", "silent", "hang", "half" (a profile), "no profile", "nan",
      "plugin": {"compute_ms": 1.0, "layers": [{"Name": "...", "Metadata": "...", "ms": 0.5}]}, "native": ...}
 """
 
@@ -19,8 +20,6 @@ from typing import Any
 
 VARIABLE = "TRTEXEC_STAND_IN"
 DEVICE = "NVIDIA Test 9000"
-
-FAILURES = ("build", "run", "silent", "hang", "half", "no profile", "nan")
 
 Version = tuple[int, int]
 
@@ -248,7 +247,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _shapes(text: str) -> dict[str, list[int]]:
-    pairs = [part.rpartition(":") for part in text.split(",")]
+    pairs = [part.rpartition(":") for part in text.split(",") if part]
     return {name.strip("'"): [int(size) for size in dims.split("x")] for name, _, dims in pairs}
 
 
@@ -258,7 +257,9 @@ def _build(planted: dict[str, Any], version: Version, options: dict[str, str], l
     if planted["failure"] == "build":
         print("[moetrt] node 'tail': gamma was of 63; 64 is taken", flush=True)
         raise Refused("Error Code 4: Internal Error (Could not create the plugin)")
-    bounds = [_shapes(options[name]) for name in ("--minShapes", "--optShapes", "--maxShapes")]
+    bounds = [_shapes(options.get(name, "")) for name in ("--minShapes", "--optShapes", "--maxShapes")]
+    if planted.get("static", False) == bool(bounds[0]):
+        raise Refused("Static model does not take explicit shapes, or a dynamic one was given none")
     if len({tuple(shapes) for shapes in bounds}) > 1:
         raise Refused("Found invalid or missing shape spec at profile index 0.")
     if version < (11, 0) and "--stronglyTyped" not in options:
@@ -280,7 +281,7 @@ def _run(planted: dict[str, Any], version: Version, options: dict[str, str], lib
         raise Refused("The engine plan file is not compatible with this version of TensorRT")
     if (engine["way"] == "plugin") != bool(libraries):
         raise Refused("IPluginV3 creator MoEFinalizeAddRMSNorm was not found, or was loaded for nothing")
-    if sorted(_shapes(options["--shapes"])) != sorted(engine["dynamic"]):
+    if sorted(_shapes(options.get("--shapes", ""))) != sorted(engine["dynamic"]):
         raise Refused("stand-in: --shapes are not those of the dynamic inputs")
     loaded = [part.rpartition(":") for part in options.get("--loadInputs", "").split(",") if part]
     for name, _, file in loaded:

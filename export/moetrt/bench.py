@@ -260,12 +260,15 @@ def print_result(out: Output, result: BenchResult) -> None:
     told = f"TensorRT {result.versions['TensorRT']}" if "TensorRT" in result.versions else "TensorRT, version not told"
     out.line(f"{Path(result.plan.model).name}, {told} ({result.plan.tool}), {result.device or 'GPU not told'}")
     out.line(f"median ± interquartile range over {result.plan.repeats} repeats; ratio: native / plugin in one repeat")
+    if result.bandwidth is not None:
+        source = result.bandwidth_source
+        out.line(f"floor: the bytes that a tail must move, at {result.bandwidth / 1e12:.2f} TB/s ({source})")
     for entry in result.points:
         out.line()
         out.heading(entry.point.title)
         share = ", ".join(f"{way} {entry.share[way].text(1, 100)} %" for way in (PLUGIN, NATIVE))
         out.table(
-            ("", "plugin, us", "native, us", "ratio", _floor_title(result)),
+            ("", "plugin, us", "native, us", "ratio", "floor, us"),
             [
                 _row(entry.end_to_end, "end to end", None),
                 _row(entry.all_tails, "all tails", result.bandwidth),
@@ -282,10 +285,6 @@ def print_result(out: Output, result: BenchResult) -> None:
                 out.line(f"{way}: {unknown.median:.1%} of the time is in layers that do not name their nodes")
     for note in result.notes:
         out.line(f"note: {note}")
-
-
-def _floor_title(result: BenchResult) -> str:
-    return "floor, us" if result.bandwidth is None else f"floor at {result.bandwidth / 1e12:.2f} TB/s, us"
 
 
 def _row(compared: Compared, name: str, bandwidth: float | None) -> tuple[str, ...]:
