@@ -357,6 +357,8 @@ class TestReadBack:
         """A plan that was written anew and not run: the figures that lie there are the old one's."""
         words = ["bench", str(mapped_block), "-o", str(folder), "--repeats", "2", "--point", "x:4x64", "--script"]
         assert cli.run(words) == 0
+        # Nor are the figures themselves left to be taken for the new plan's.
+        assert not (folder / "bench.json").exists()
         assert "plugin.log' is of another benchmark" in refused("bench", mapped_block, "-o", folder, "--read")
 
     def test_log_of_another_version(self, folder: Path, mapped_block: Path, refused: Callable[..., str]) -> None:

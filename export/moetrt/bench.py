@@ -159,13 +159,15 @@ def prepare(
         output_directory(place)
         copy_library(plan, place, plugin_library)
         write_inputs(plan, place, feeds)
-        _write_plan(plan, place, time_limit)
+        _write_plan(plan, place, time_limit, notes)
+        # The figures of an older run.
+        (place / RESULT).unlink(missing_ok=True)
     return plan, notes
 
 
-def _write_plan(plan: Plan, folder: Path, time_limit: float) -> None:
+def _write_plan(plan: Plan, folder: Path, time_limit: float, notes: Sequence[str]) -> None:
     with write_atomically(folder / MANIFEST) as temporary:
-        temporary.write_text(manifest_text(plan, command_line(), versions()), encoding="utf-8")
+        temporary.write_text(manifest_text(plan, command_line(), versions(), notes), encoding="utf-8")
     if plan.tool == PYTHON:
         return
     with write_atomically(folder / SCRIPT) as temporary:
@@ -247,9 +249,7 @@ def read_bench(
             f"benchmark '{place}' is of another model than '{source}': SHA-256 {plan.model_sha256[:12]}..., "
             f"not {found[:12]}..."
         )
-    result = read_result(
-        plan, place, command=manifest["command"], versions=dict(manifest["versions"]), bandwidth=bandwidth
-    )
+    result = read_result(plan, place, manifest, bandwidth=bandwidth)
     with write_atomically(place / RESULT) as temporary:
         temporary.write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
     return result

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,10 +248,10 @@ class Plan:
         return steps
 
 
-def manifest_text(plan: Plan, command: str | None, versions: Mapping[str, str]) -> str:
-    """The manifest: the plan, its key, and what made it."""
-    content = {"format": FORMAT, "key": plan.key, "command": command, "versions": dict(versions)} | plan.as_dict()
-    return json.dumps(content, indent=2) + "\n"
+def manifest_text(plan: Plan, command: str | None, versions: Mapping[str, str], notes: Sequence[str]) -> str:
+    """The manifest: the plan, its key, what made it, and what a reader of the figures should know."""
+    made = {"command": command, "versions": dict(versions), "notes": list(notes)}
+    return json.dumps({"format": FORMAT, "key": plan.key} | made | plan.as_dict(), indent=2) + "\n"
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
@@ -265,6 +265,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]
         content = json.loads(path.read_text(encoding="utf-8"))
         plan = Plan.from_dict(content)
         sound = content["format"] == FORMAT and content["key"] == plan.key
+        sound = sound and {"command", "versions", "notes"} <= set(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"'{path}' is no manifest of moetrt bench, or is cut off") from error
     if not sound:
@@ -317,7 +318,7 @@ def script_text(plan: Plan, *, time_limit: float) -> str:
         '  mkdir -p -- "$(dirname -- "$log")"; rm -f -- "${outputs[@]}"',
         f'  echo "moetrt bench {plan.key} $way library $library" >"$log"',
         "  local code=0",
-        '  timeout "$LIMIT" "$@" >>"$log" 2>&1 || code=$?',
+        '  timeout --foreground "$LIMIT" "$@" >>"$log" 2>&1 || code=$?',
         '  if [[ $code == 124 ]]; then fail "$title took longer than $LIMIT s (LIMIT=... allows more); see $log"; fi',
         "  if [[ $code != 0 ]]; then",
         '    grep -m 1 -e "^\\[moetrt\\]" "$log" >&2 || grep -m 1 -F "[E]" "$log" >&2 || tail -n 1 -- "$log" >&2',

@@ -9,7 +9,7 @@ its name has the tail's node name in it; else it is unattributed, and its share 
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,14 +195,13 @@ class BenchResult:
 
 
 def read_result(
-    plan: Plan, folder: Path, *, command: str | None, versions: dict[str, str], bandwidth: float | None = None
+    plan: Plan, folder: Path, manifest: Mapping[str, Any], *, bandwidth: float | None = None
 ) -> BenchResult:
     """Reads a benchmark's files and works its figures out.
 
     Args:
-        plan: the manifest's.
+        plan, manifest: as `read_manifest` gave them.
         folder: where the files lie.
-        command, versions: the manifest's.
         bandwidth: of the GPU's memory, bytes a second; None takes what the logs tell.
 
     Raises:
@@ -219,7 +218,7 @@ def read_result(
     version = _one([(file, log.version) for file, log, _ in logs], "TensorRT")
     device = _one([(file, log.device) for file, log, _ in logs], "the GPU")
     library = _one([(file, library) for file, _, library in logs if library != "none"], "the plugin library")
-    notes = [warning for log in told for warning in log.warnings]
+    notes = [*manifest["notes"], *(warning for log in told for warning in log.warnings)]
     if version is None:
         notes.append("the logs do not say which TensorRT was run")
     if library != plan.library_sha256:
@@ -230,8 +229,8 @@ def read_result(
         source = "bus width x memory clock x 2, from the log" if bandwidth is not None else "not known"
     return BenchResult(
         plan=plan,
-        command=command,
-        versions={**versions, **({"TensorRT": version} if version else {})},
+        command=manifest["command"],
+        versions={**manifest["versions"], **({"TensorRT": version} if version else {})},
         device=device,
         bandwidth=bandwidth,
         bandwidth_source=source,

@@ -459,8 +459,9 @@ def bench_command(
         write=not dry_run,
     )
     out.line(f"tool: {choice.tool}: {choice.why}")
-    for note in notes:
-        out.line(f"note: {note}")
+    if dry_run or script or not choice.runs_here:
+        for note in notes:
+            out.line(f"note: {note}")
     if dry_run:
         out.line(bench.commands_text(plan))
     elif script or not choice.runs_here:
