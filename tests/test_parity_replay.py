@@ -1,6 +1,5 @@
 """Inputs of a comparison: drawn as the contract has them, kept, and replayed by moetrt, Polygraphy and trtexec."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +103,20 @@ def test_inputs_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert bits(again[key]) == bits(tensor)
 
 
+def test_polygraphy_reads_bfloat16_as_such(tmp_path: Path) -> None:
+    path = save_inputs(FEEDS["bfloat16"], tmp_path / "inputs.json")
+    said = polygraphy("inspect", "data", path)
+    assert "x [dtype=bfloat16, shape=(3, 4)]" in said
+    assert "map [dtype=int32, shape=(1, 2)]" in said
+
+
+def polygraphy(*words: object) -> str:
+    command = [sys.executable, str(Path(sys.executable).with_name("polygraphy")), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
@@ -152,16 +165,8 @@ def test_kept_inputs_are_replayed_by_compare_and_by_polygraphy(
     assert "inputs as given: x [9x64], residual [9x64]" in second
     figures = [line for line in first.splitlines() if "error against float64" in line]
     assert figures == [line for line in second.splitlines() if "error against float64" in line]
-    polygraphy = [sys.executable, str(Path(sys.executable).with_name("polygraphy")), "run", str(mapped_block)]
-    done = subprocess.run(
-        [*polygraphy, "--onnxrt", "--load-inputs", str(inputs)],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "norm_out [dtype=float32, shape=(9, 64)]" in done.stdout
+    said_by_polygraphy = polygraphy("run", mapped_block, "--onnxrt", "--load-inputs", inputs)
+    assert "norm_out [dtype=float32, shape=(9, 64)]" in said_by_polygraphy
 
 
 def test_options_that_contradict_each_other_are_refused(
