@@ -1,11 +1,15 @@
 """The report's plots: places on a log axis, and pictures of tails of any size."""
 
 import math
+from pathlib import Path
 
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 
+from moetrt.mapping import map_file
 from moetrt.report_drawings import (
     SHAPE_OF,
     LogAxis,
@@ -18,7 +22,9 @@ from moetrt.report_drawings import (
     shape_path,
     shortened,
 )
-from moetrt.report_graph import GraphNode, Operand, layer_of, layers_of, shape_text
+from moetrt.report_graph import GraphNode, Operand, layer_of, layers_of, replaced_nodes, shape_text
+from tests.mapping_graphs import full_tail
+from tests.test_mapping import CASE25
 
 FIGURES = st.lists(st.one_of(st.none(), st.just(0.0), st.floats(1e-30, 1e30)), min_size=1, max_size=20)
 
@@ -123,9 +129,6 @@ def test_a_name_tells_its_layer(name: str, layer: tuple[str, int] | None) -> Non
 
 
 def test_layers_come_from_weights_where_nothing_else_has_them() -> None:
-    import onnx
-    from onnx import TensorProto, helper
-
     weights = [helper.make_tensor(f"m.layers.{i}.w", TensorProto.FLOAT, [1], [1.0]) for i in (10, 2, 0)]
     graph = helper.make_graph([helper.make_node("Identity", ["m.layers.0.w"], ["y"])], "g", [], [], weights)
     model: onnx.ModelProto = helper.make_model(graph)
@@ -136,3 +139,37 @@ def test_shapes_for_people() -> None:
     assert shape_text(["batch", 3, None]) == "[batch, 3, ?]"
     assert shape_text([]) == "[]"
     assert shape_text(None) == "[?]"
+
+
+@pytest.mark.parametrize("name", sorted(CASE25))
+def test_the_nodes_of_a_tail_are_found_in_every_form_of_norm(tmp_path: Path, name: str) -> None:
+    """One tail: what the file lost is that tail, also where the plugin node's output is reshaped on."""
+    source_path, mapped_path = tmp_path / "model.onnx", tmp_path / "mapped.onnx"
+    onnx.save(full_tail(CASE25[name]).proto(), source_path)
+    (site,) = map_file(source_path, mapped_path).sites
+    source, mapped = onnx.load(source_path), onnx.load(mapped_path)
+    found = replaced_nodes(source, mapped, [str(output["value"]) for output in site.outputs.values()])
+    left = {tuple(node.output) for node in mapped.graph.node if node.domain != "moetrt"}
+    lost = [tuple(node.output) for node in source.graph.node if tuple(node.output) not in left]
+    assert len(lost) >= 9
+    # Beside these, only the sum and the norm's result, whose values have other makers now.
+    further = [node for node in found if node.outputs not in lost]
+    assert [node.outputs for node in found if node not in further] == lost
+    assert len(further) <= 2
+    assert {node.op_type for node in further} <= {"Add", "Mul"}
+    assert [node.op_type for node in found].count("MoEFinalizeAdd") == 1
+    assert "ReduceMean" in {node.op_type for node in found}
+
+
+def test_a_reshape_after_the_plugin_node_leads_back_to_the_tail() -> None:
+    def node(op_type: str, inputs: str, outputs: str, domain: str = "") -> onnx.NodeProto:
+        return helper.make_node(op_type, inputs.split(), outputs.split(), domain=domain)
+
+    def model(*nodes: onnx.NodeProto) -> onnx.ModelProto:
+        return helper.make_model(helper.make_graph(nodes, "g", [], []))
+
+    before_, after_ = node("MatMul", "x w", "rows"), node("Neg", "view", "y")
+    source = model(before_, node("Add", "rows r", "sum"), node("Reshape", "sum s", "view"), after_)
+    mapped = model(before_, node("Tail", "rows r", "t", "moetrt"), node("Reshape", "t s", "view"), after_)
+    assert [found.op_type for found in replaced_nodes(source, mapped, ["t"])] == ["Add", "Reshape"]
+    assert replaced_nodes(source, mapped, ["none"]) == ()

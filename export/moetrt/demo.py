@@ -1,6 +1,7 @@
 """One model all the way: DeepSeek-V3's architecture from PyTorch to a TensorRT engine, each step checked as it goes."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,4 +179,4 @@ def print_summary(out: Output, result: DemoResult) -> None:
     words = ["moetrt", "bench", str(result.folder / "mapped.onnx"), "-o", str(result.folder)]
     for option, position in (("--min", 0), ("--opt", 1), ("--max", 2)):
         words += [option, trtexec.shapes_text({name: bounds[position] for name, bounds in PROFILE.items()})]
-    out.line(trtexec.command_text(words))
+    out.line(shlex.join(words))

@@ -134,22 +134,38 @@ def replaced_nodes(source: onnx.ModelProto, mapped: onnx.ModelProto, outputs: It
     They are those that ``outputs``, values that a plugin node writes now, were computed with and that the mapped file
     no longer has. Empty where the source spells the tail within a function of its own.
     """
-    kept = {_key(node) for node in mapped.graph.node if node.domain != "moetrt"}
     producers = {value: node for node in source.graph.node for value in node.output if value}
-    found: set[str] = set()
+    before = {_key(node) for node in source.graph.node}
+    kept = before & {_key(node) for node in mapped.graph.node}
+    added: dict[str, list[str]] = {}
+    for node in mapped.graph.node:
+        if _key(node) not in before:
+            for value in node.input:
+                added.setdefault(value, []).extend(node.output)
     pending = list(outputs)
+    found: set[_Key] = set()
+    seen: set[str] = set()
     while pending:
-        node = producers.get(pending.pop())
-        if node is None or _key(node) in kept or _key(node) in found:
+        value = pending.pop()
+        if value in seen:
             continue
-        found.add(_key(node))
-        pending += node.input
+        seen.add(value)
+        producer = producers.get(value)
+        if producer is None:
+            # The plugin node's output may be reshaped or cast before it is the value that was there.
+            pending += added.get(value, [])
+        elif _key(producer) not in kept:
+            found.add(_key(producer))
+            pending += producer.input
     return tuple(_node(node) for node in source.graph.node if _key(node) in found)
 
 
-def _key(node: onnx.NodeProto) -> str:
-    """Names need not be there, nor be unique; what a node writes is."""
-    return node.op_type + "\0" + "\0".join(node.output)
+_Key = tuple[str, tuple[str, ...], tuple[str, ...]]
+
+
+def _key(node: onnx.NodeProto) -> _Key:
+    """Names need not be there, nor be unique; what a node does, reads and writes is."""
+    return node.op_type, tuple(node.input), tuple(node.output)
 
 
 def _node(node: onnx.NodeProto) -> GraphNode:
