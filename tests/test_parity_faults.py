@@ -438,6 +438,19 @@ def test_without_a_file_before_mapping_the_source_is_exported_anew(single: Mappe
     assert "exporting Plain anew, to find what is off" in said
 
 
+def test_a_fault_of_the_export_is_not_blamed_on_the_mapping(single: Mapped, tmp_path: Path) -> None:
+    """Both files have it: what differs from PyTorch differed before mapping."""
+    paths = []
+    for name in ("model.onnx", "mapped.onnx"):
+        model = load_model(single.path.with_name(name))
+        experts_doubled(model, tails(model)[0])
+        paths.append(save_model(model, tmp_path / name))
+    report = compare(paths[1], single.source)
+    assert not report.passed
+    assert all(tail.passed for tail in report.tails)
+    assert report.cause == "the graph before mapping differs from PyTorch already: the mapping is not what is off"
+
+
 def test_another_file_before_mapping_is_refused(single: Mapped, parallel: Mapped) -> None:
     with pytest.raises(InputError, match=r"' is the mapped file itself; the file that it was mapped from is taken$"):
         compare(single.path, single.source, unmapped_path=single.path)

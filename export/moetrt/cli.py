@@ -314,6 +314,10 @@ def build_command(
 )
 @click.option("--engine", metavar="FILE", help="Run this engine too; needs a GPU.")
 @click.option("--engine-without-plugin", metavar="FILE", help="Run this engine, built without the plugin, too.")
+@click.option(
+    "--backend", metavar="NAME", help="Of the engines: tensorrt or tensorrt-rtx; default: what this machine has."
+)
+@click.option("--plugin", metavar="FILE", help="The engine's plugin library; default: the one that came with moetrt.")
 @click.option("--json", "json_path", metavar="FILE", help="Also write the report as JSON.")
 @click.option("--report", "report_folder", metavar="DIR", help="Write parity.json there, and the page of that folder.")
 @click.option("--save-inputs", metavar="FILE", help="Keep the inputs, as Polygraphy's --load-inputs takes them.")
@@ -330,6 +334,8 @@ def compare_command(
     experts_implementation: str | None,
     engine: str | None,
     engine_without_plugin: str | None,
+    backend: str | None,
+    plugin: str | None,
     json_path: str | None,
     report_folder: str | None,
     save_inputs: str | None,
@@ -367,6 +373,8 @@ def compare_command(
             experts_implementation=experts_implementation,
             engine_path=engine,
             engine_without_plugin_path=engine_without_plugin,
+            backend=backend,
+            plugin_library=plugin or True,
             progress=step.progress,
         )
         step.ok = report.passed

@@ -78,12 +78,7 @@ class ParityReport:
     @property
     def passed(self) -> bool:
         """Whether every output and every tail passed; a report without outputs does not."""
-        return bool(self.outputs) and all(output.passed for output in self.outputs) and self.mapped_right
-
-    @property
-    def mapped_right(self) -> bool:
-        """Whether no tail was found to be another than the one it replaced."""
-        return all(tail.passed for tail in self.tails)
+        return bool(self.outputs) and _all_passed(self.outputs) and _all_passed(self.tails)
 
     @property
     def worst(self) -> OutputParity:
@@ -156,6 +151,10 @@ class ParityReport:
         with write_atomically(target) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
         return target
+
+
+def _all_passed(verdicts: Iterable[OutputParity | TailVerdict]) -> bool:
+    return all(verdict.passed for verdict in verdicts)
 
 
 def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | None) -> str:
@@ -321,8 +320,9 @@ class _Comparison:
         if walk is not None:
             walk.take(self.feed, results[UNMAPPED])
         alone = list(self._by_themselves(folder, walk, values))
-        if walk is None and self.tails and not all(output.passed for output in (*judged, *alone)):
-            walk = self._walk_anew(folder, feed)
+        if walk is None and self.tails and not _all_passed((*judged, *alone)):
+            walk = self._walk_anew(folder, feed, results)
+            judged += self._judged({name: results[name] for name in (PYTORCH, GOLD, UNMAPPED) if name in results}, step)
             alone = alone if walk is None else list(self._by_themselves(folder, walk, values))
         judged += alone
         tails = self._walk(walk)
@@ -404,8 +404,11 @@ class _Comparison:
                     output = dataclasses.replace(output, unfused=unfused)
                 yield output
 
-    def _walk_anew(self, folder: Path, feed: Mapping[str, torch.Tensor]) -> Walk | None:
-        """The walk where no file before mapping is to be had: the source is exported once more."""
+    def _walk_anew(self, folder: Path, feed: Mapping[str, torch.Tensor], results: Results) -> Walk | None:
+        """The walk where no file before mapping is to be had: the source is exported once more.
+
+        What ONNX Runtime gives for that is added to ``results``.
+        """
         self.say(f"exporting {self.source.description} anew, to find what is off")
         self.original, why = capture_original(self.source, self.model, self.say)
         if self.original is None:
@@ -414,8 +417,9 @@ class _Comparison:
             )
             return None
         walk, unfused = self._prepared(folder)
-        if walk is not None:
-            walk.take(self.feed, side_by_side([unfused], feed)[UNMAPPED])
+        if walk is not None and unfused is not None:
+            results |= side_by_side([unfused], feed)
+            walk.take(self.feed, results[UNMAPPED])
         return walk
 
     def _by_themselves(
