@@ -437,6 +437,20 @@ class TestScript:
         assert result["points"] == direct["points"]
         assert median(result["points"][0]["end_to_end"]["ratio"]["low"]) == 2.0
 
+    def test_of_tensorrt_10(self, planted: Planted, mapped_block: Path, tmp_path: Path) -> None:
+        """Its defaults are others: without the options that the plan gives it, the stand-in is slower, or silent."""
+        planted.save(version=[10, 8, 0])
+        words = ["-o", str(tmp_path / "ten"), "--repeats", "1", "--point", *POINT.split(), "--script"]
+        assert cli.run(["bench", str(mapped_block), *words, "--tool", "trtexec-10"]) == 0
+        self.bash(tmp_path / "ten")
+        manifest = tmp_path / "ten" / MANIFEST
+        # Notes of the plan, such as random inputs, go with the figures.
+        manifest.write_text(manifest.read_text().replace('"notes": []', '"notes": ["random inputs"]'))
+        assert cli.run(["bench", str(mapped_block), "-o", str(tmp_path / "ten"), "--read"]) == 0
+        result = json.loads((tmp_path / "ten/bench.json").read_text())
+        assert median(result["points"][0]["end_to_end"]["plugin_ms"]["low"]) == 0.5
+        assert result["notes"] == ["random inputs"]
+
     def test_works_elsewhere(self, folder: Path, mapped_block: Path, tmp_path: Path) -> None:
         """The folder and the model on another machine, in places with spaces, started from a third."""
         there = tmp_path / "other place"

@@ -52,6 +52,11 @@ def parsed_layers(path: Path, plugin_library: Path | None) -> list[tuple[str, st
     return [(layer.type.name, layer.metadata, Layer(layer.name, onnx_origins(layer.metadata))) for layer in layers]
 
 
+def test_random_token_ids_are_noted(mapped: Path, tmp_path: Path) -> None:
+    _, notes = make_plan(mapped, tmp_path, tool="trtexec-11")
+    assert "input 'input_ids' gets random whole numbers, -128 to 127 from trtexec" in notes[0]
+
+
 def test_native_layers_name_their_tail(mapped: Path, plan: Plan) -> None:
     layers = parsed_layers(mapped, None)
     assert not any(kind == "PLUGIN_V3" for kind, _, _ in layers)

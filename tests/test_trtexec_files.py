@@ -125,6 +125,7 @@ def test_version(text: str, version: str | None) -> None:
         ("[x] [E] theirs\n[moetrt] node 'a': ours\n", "[moetrt] node 'a': ours"),
         ("[x] [I] fine\n[x] [E] Error Code 4: first\n[x] [E] second\n&&&& FAILED\n", "Error Code 4: first"),
         ("Segmentation fault\n", "Segmentation fault"),
+        ("&&&& RUNNING x\n[x] [I] Cannot find any\n&&&& FAILED x\n", "[x] [I] Cannot find any"),
         ("", "it printed nothing"),
     ],
 )

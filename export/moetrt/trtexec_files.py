@@ -217,7 +217,8 @@ def version_in(text: str) -> str | None:
 
 def first_error(text: str) -> str:
     """The line of a log that says why a run failed: our plugin's own, else TensorRT's first error, else the last."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Its last line only says once more what was called.
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("&&&&")]
     ours = next((line for line in lines if line.startswith("[moetrt]")), None)
     theirs = next((line.partition("[E]")[2].strip() for line in lines if "[E]" in line), None)
     return ours or theirs or (lines[-1] if lines else "it printed nothing")
