@@ -12,13 +12,13 @@ OUT ?= out/demo
 
 # A file is rebuilt when one of these changes. PLUGIN_SOURCES and PYTHON_SOURCES are what the installed package is made of.
 PLUGIN_SOURCES := $(shell find plugins -type f -not -name '*.pyc')
-PYTHON_SOURCES := $(shell find export -type f -name '*.py')
+PYTHON_SOURCES := $(shell find export -type f -not -name '*.pyc')
 CXX_SOURCES := $(shell find plugins tests -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo test lint unit format clean families accuracy budget traffic mapping-benchmark gpu-check
+.PHONY: help install demo test lint unit browser format clean families accuracy budget traffic mapping-benchmark gpu-check
 
 help:
 	@echo "make demo     install into .venv, build the plugin library, take a DeepSeek-V3-architecture model to an engine"
@@ -32,6 +32,7 @@ help:
 	@echo "make install  only install into .venv and build the plugin library"
 	@echo "make lint     ruff, mypy and clang-format, changing nothing"
 	@echo "make unit     the tests alone; ARGS='-k name' chooses"
+	@echo "make browser  see to it that there is a Chromium, in which the report's page is tested"
 	@echo "make format   let ruff and clang-format rewrite the sources"
 	@echo "make clean    remove .venv, build and out"
 
@@ -64,7 +65,11 @@ lint: $(VENV)/.packages
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 
-unit: install
+# The tests look at the report's page in Chromium: Debian's package, which this installs as root.
+browser:
+	@.ci/browser
+
+unit: install browser
 	$(BIN)/python -m pytest $(ARGS)
 
 test: lint unit

@@ -13,11 +13,12 @@ import torch
 from benchmarks.eager import EPS, eager_tail
 from benchmarks.models import ModelSize, attributes_of, random_inputs
 from benchmarks.timing import Call, Hook
-from benchmarks.traffic import bytes_moved, tail_of, ways
+from benchmarks.traffic import tail_of
 from moetrt.cuda_op import kernel_params
 from moetrt.library import PluginLibrary
 from moetrt.reference import reference
 from moetrt.spec import FINALIZE_ADD_RMS_NORM
+from moetrt.traffic import bytes_moved, ways
 
 OURS = "ours"
 NO_PDL = "ours, no dependent launch"

@@ -38,11 +38,12 @@ from benchmarks.contenders import Cell, Contender
 from benchmarks.models import MODELS, ModelSize, check_number, model_named
 from benchmarks.results import PASSED, Results, Row, file_stem, plot, print_table, print_verdicts
 from benchmarks.timing import DryTimer, GraphTimer
-from benchmarks.traffic import bytes_moved, tail_of, ways
+from benchmarks.traffic import tail_of
 from moetrt.console import Output
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import existing_file, output_directory, write_atomically
 from moetrt.library import LIBRARY_VARIABLE, PluginLibrary, load_plugin_library
+from moetrt.traffic import bytes_moved, ways
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

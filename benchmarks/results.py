@@ -9,9 +9,10 @@ from typing import Any
 from benchmarks.contenders import ADD_NORM, COMPILED, COPY, EAGER, OURS, SEPARATE
 from benchmarks.models import ModelSize
 from benchmarks.timing import Timing
-from benchmarks.traffic import bytes_moved, tail_of, ways
+from benchmarks.traffic import tail_of
 from moetrt.console import Output
 from moetrt.files import write_atomically
+from moetrt.traffic import bytes_moved, ways
 
 DECODE_TOKENS = 64
 """Up to here a tail is held against a plain add + RMSNorm."""

@@ -46,18 +46,19 @@ def test_tensorrt_has_the_plugin_layers_by_name(result: demo.DemoResult) -> None
 
 def test_the_files_are_where_the_summary_says(result: demo.DemoResult) -> None:
     files = {path.name for path in result.folder.iterdir()}
-    named = {"model.onnx", "model.onnx.data", "mapped.onnx", "report.json", "plugin.engine", "baseline.engine"}
-    assert files == named | {"plugin.engine.json", "baseline.engine.json"}
-    assert json.loads((result.folder / "report.json").read_text())["mapped"] == 3
+    named = {"model.onnx", "model.onnx.data", "mapped.onnx", "mapping.json", "plugin.engine", "baseline.engine"}
+    report = {"parity.json", "report.html", "report.json", "report.md"}
+    assert files == named | report | {"plugin.engine.json", "baseline.engine.json"}
+    assert json.loads((result.folder / "mapping.json").read_text())["mapped"] == 3
     onnx.checker.check_model(result.folder / "mapped.onnx", full_check=True)
 
 
 def test_the_summary_is_one_page_and_has_the_figures(result: demo.DemoResult, run) -> None:
     code, out, err = run(result)
     assert (code, err) == (0, "")
-    assert len(out.splitlines()) <= 45
+    assert len(out.splitlines()) <= 47
     assert "3 / 3 / 3" in out
-    assert "--dynamicPlugins=" in out
+    assert "moetrt bench " in out
     assert "SHORT" not in out
 
 

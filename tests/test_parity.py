@@ -1,26 +1,32 @@
 """Parity finds what it is for: planted faults are caught, correct runs pass, and every wrong pairing is one line."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
 
+from moetrt.backends import Backend
 from moetrt.capture import export
 from moetrt.contract import MoEOutput, UnfinalizedMoEOutput
+from moetrt.cuda_op import launch
 from moetrt.errors import InputError, InputTypeError
 from moetrt.functional import finalize_add_rms_norm
 from moetrt.mapping import map_file
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import make_model, named_inputs, operator_of
-from moetrt.parity import compare, float32_twin, judge
+from moetrt.parity import compare
 from moetrt.runners import OrtRunner, TorchRunner, float64_copy, ort_session, tensorrt_runner
 from moetrt.source import Source
 from moetrt.spec import FINALIZE_ADD_RMS_NORM, Operand
+from moetrt.twins import float32_twin
+from moetrt.verdict import argmax_changed, judge
 
 TOKENS, TOP_K, HIDDEN = 6, 3, 32
 
@@ -105,14 +111,27 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Path]:
 def test_a_mapped_model_agrees_with_pytorch(source: Source, good: Path, seed: int, tokens: int) -> None:
     report = compare(good, source, seed=seed, sizes={"tokens": tokens})
     assert report.passed
-    assert [output.name for output in report.outputs] == ["norm", "residual"]
+    whole = [output for output in report.outputs if not output.tail]
+    alone = [output for output in report.outputs if output.tail]
+    assert [(output.name, output.runner) for output in whole] == [
+        (name, runner) for runner in ("onnxruntime", "onnxruntime-unmapped") for name in ("norm", "residual")
+    ]
+    assert len(alone) == 2 * 2 * 2
+    assert {output.runner for output in alone} == {"onnxruntime", "kernel-host"}
+    assert {output.name.rpartition(".")[2] for output in alone} == {"norm_out", "residual_out"}
     for output in report.outputs:
-        assert output.runner == "onnxruntime"
         assert output.shape == (tokens, HIDDEN)
         # Both runs are float32, and neither is exact.
         assert 0 < output.worst <= output.worst_tolerance < 1e-5
         assert 0 < output.pytorch_worst < 1e-6
         assert (output.nan, output.inf, output.pytorch_nan, output.pytorch_inf) == (0, 0, 0, 0)
+        # The file before mapping is beside the mapped one: its error stands beside each.
+        assert (output.unfused is None) == (output.runner == "onnxruntime-unmapped")
+        if output.unfused is not None:
+            assert 0 < output.unfused.worst < 1e-5
+    assert [tail.passed for tail in report.tails] == [True, True]
+    assert report.notes == ("the graph before mapping is 'model.onnx' beside it",)
+    assert report.cause == ""
 
 
 Fault = Callable[[ir.Model, ir.Node], None]
@@ -177,7 +196,7 @@ def planted(path: Path, fault: Fault, folder: Path) -> Path:
 
 @pytest.mark.parametrize("fault", CASE22.values(), ids=CASE22.keys())
 def test_case22_a_planted_fault_is_caught(source: Source, good: Path, tmp_path: Path, fault: Fault) -> None:
-    report = compare(planted(good, fault, tmp_path), source)
+    report = compare(planted(good, fault, tmp_path), source, unmapped_path=good.with_name("model.onnx"))
     assert not report.passed
     worst = report.worst
     assert worst.worst > worst.worst_tolerance or worst.rms > worst.rms_tolerance
@@ -190,13 +209,18 @@ def test_the_report_prints_what_is_to_be_known(source: Source, good: Path) -> No
     text = "\n".join(report.lines())
     assert "mapped.onnx in ONNX Runtime against TwoTails in PyTorch" in text
     assert "inputs from seed 5: hidden [6x32], weights [6x3], index [6x3]" in text
-    for output in report.outputs:
+    for output in report.outputs[:2]:
         assert f"ok: {output.name} [6x32] float32, onnxruntime against pytorch" in text
         index = ", ".join(map(str, output.worst_index))
         assert f"worst element [{index}]: onnxruntime {output.worst_values[0]:.9g}" in text
     assert "relative error" in text
     assert "tolerance: 4 x (worst) and 2 x (rms) PyTorch's own distance from float64" in text
     assert "NaN 0 (pytorch 0), Inf 0 (pytorch 0)" in text
+    for tail in report.tails:
+        (line,) = [line for line in report.lines() if line.startswith(f"ok: {tail.name} by itself in float32")]
+        assert all(f"{name} " in line for name in ("onnxruntime", "kernel-host", "pytorch", "unfused"))
+    # Five lines an output of the model, one for each of the unfused path's, one a tail, three around them.
+    assert len(report.lines()) == 2 * 5 + 2 + 2 + 3
 
 
 def test_the_same_seed_gives_the_same_report(source: Source, good: Path) -> None:
@@ -213,12 +237,14 @@ def test_a_bfloat16_model_is_compared_as_its_twin_and_tail_by_tail(half: tuple[S
     report = compare(path, source, sizes={"tokens": 9}, progress=said.append)
     assert report.passed
     assert "2 tails by themselves in bfloat16" in report.how
-    twin = [output for output in report.outputs if output.dtype == "float32"]
-    tails = [output for output in report.outputs if output.dtype == "bfloat16"]
-    assert [output.name for output in twin] == ["norm", "residual"]
+    twin = [output for output in report.outputs if not output.tail]
+    tails = [output for output in report.outputs if output.tail]
+    assert [output.name for output in twin] == ["norm", "residual"] * 2
     # Computed in float32, in spite of weights in 16 bits.
-    assert all(output.worst < 1e-5 for output in twin)
-    assert len(tails) == 4
+    assert all(output.dtype == "float32" and output.worst < 1e-5 for output in twin)
+    assert len(tails) == 2 * 2 * 2
+    assert {output.dtype for output in tails} == {"bfloat16"}
+    assert {output.runner for output in tails} == {"onnxruntime", "kernel-host"}
     assert {output.name.rpartition(".")[2] for output in tails} == {"norm_out", "residual_out"}
     assert all(1e-4 < output.worst < 0.1 for output in tails)
     # The source is as it was.
@@ -229,7 +255,8 @@ def test_a_bfloat16_model_is_compared_as_its_twin_and_tail_by_tail(half: tuple[S
 @pytest.mark.parametrize("name", ["scale missing", "shared twice", "shared missing", "weight_bias", "swapped outputs"])
 def test_case22_a_planted_fault_is_caught_in_bfloat16(half: tuple[Source, Path], tmp_path: Path, name: str) -> None:
     source, path = half
-    assert not compare(planted(path, CASE22[name], tmp_path), source).passed
+    faulty = planted(path, CASE22[name], tmp_path)
+    assert not compare(faulty, source, unmapped_path=path.with_name("model.onnx")).passed
 
 
 def test_a_fault_in_the_function_alone_is_caught_tail_by_tail(half: tuple[Source, Path], tmp_path: Path) -> None:
@@ -239,7 +266,8 @@ def test_a_fault_in_the_function_alone_is_caught_tail_by_tail(half: tuple[Source
     (function,) = model.functions.values()
     mean = next(node for node in function if node.op_type == "ReduceMean")
     mean.op_type = "ReduceSum"
-    report = compare(save_model(model, tmp_path / "faulty.onnx"), source)
+    faulty = save_model(model, tmp_path / "faulty.onnx")
+    report = compare(faulty, source, unmapped_path=path.with_name("model.onnx"))
     failed = {output.name.rpartition(".")[2] for output in report.outputs if not output.passed}
     assert failed == {"norm", "residual", "norm_out"}
 
@@ -337,6 +365,49 @@ def test_other_shapes_differ_and_empty_ones_do_not() -> None:
     assert verdict(torch.ones(0, 3), torch.ones(0, 3), torch.ones(0, 3).double())
 
 
+def test_an_output_with_nothing_to_compare_is_json(tmp_path: Path) -> None:
+    lost = torch.full((4,), math.nan)
+    figures = judge(lost, lost, lost.double(), name="y").as_dict()
+    json.dumps(figures, allow_nan=False)
+    assert figures["worst"] is None
+    assert figures["worst_element"] == dict.fromkeys(("runner", "pytorch", "float64", "relative_error")) | {"index": []}
+    assert figures["nan"] == figures["pytorch_nan"] == 4
+
+
+def test_the_ratio_is_of_the_root_mean_squares() -> None:
+    gold = torch.zeros(2, 2, dtype=torch.float64) + 1
+    pytorch, value = gold.float(), gold.float()
+    assert judge(value, pytorch, gold, name="y").ratio == 1
+    assert judge(value + 2**-10, pytorch, gold, name="y").ratio == math.inf
+    assert judge(value + 2**-10, pytorch + 2**-12, gold, name="y").ratio == 4
+
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 0.0], [0.0, 1.0, 0.5], [2.0, 1.0, 0.0]])
+
+
+def test_a_changed_argmax_is_counted_and_a_tie_is_no_change() -> None:
+    other = LOGITS.clone()
+    other[0, 2] = 4  # the top moves
+    other[1, 1] = 4  # of the two that were largest, one is
+    other[2, 0] = 1  # one more is largest
+    result = judge(other, LOGITS, LOGITS.double(), name="logits")
+    assert (result.tokens, result.argmax_changed, result.pytorch_argmax_changed) == (4, 1, 0)
+    assert "argmax changed for 1 of 4 tokens (pytorch against float64: 0)" in "\n".join(result.lines())
+    assert result.as_dict()["argmax_changed"] == 1
+    # What is no logits has no argmax.
+    hidden = judge(other, LOGITS, LOGITS.double(), name="hidden")
+    assert (hidden.tokens, hidden.argmax_changed) == (None, None)
+
+
+def test_a_nan_changes_the_argmax_unless_both_have_it() -> None:
+    lost = LOGITS.clone()
+    lost[3, 0] = math.nan
+    assert argmax_changed(lost, LOGITS) == 1
+    assert argmax_changed(LOGITS, lost) == 1
+    assert argmax_changed(lost, lost) == 0
+    assert argmax_changed(LOGITS[:0], LOGITS[:0]) == 0
+
+
 # -------------------------------------------------------------------------------------------------------------- runners
 
 
@@ -414,6 +485,140 @@ def test_an_engine_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest
         tensorrt_runner(engine, plugin_library=None)
 
 
+class Experts(nn.Module):
+    """What a Transformers model has of experts' implementations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.implementation = "grouped_mm"
+        self.seen: list[str] = []
+
+    def get_experts_implementation(self) -> str:
+        return self.implementation
+
+    def set_experts_implementation(self, implementation: str) -> None:
+        self.implementation = implementation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.implementation)
+        if self.implementation == "batched_mm":
+            raise RuntimeError("no memory")
+        return x
+
+
+def test_a_named_experts_implementation_is_set_for_the_run_alone() -> None:
+    module, x = Experts(), torch.ones(2)
+    for name, seen in (("eager", "eager"), (None, "grouped_mm")):
+        run(TorchRunner(module, {"x": x}, ("y",), experts_implementation=name), {"x": x})
+        assert module.seen.pop() == seen
+        assert module.implementation == "grouped_mm"
+    with pytest.raises(InputError, match="no memory"):
+        run(TorchRunner(module, {"x": x}, ("y",), experts_implementation="batched_mm"), {"x": x})
+    assert module.implementation == "grouped_mm"
+
+
+def test_an_experts_implementation_that_is_not_there_is_named(source: Source, good: Path) -> None:
+    assert refused(good, source, experts_implementation="eager") == (
+        "TwoTails is no Transformers model: it has no experts to run as 'eager'"
+    )
+    assert refused(good, source, experts_implementation="fastest") == (
+        "the experts implementation was 'fastest'; eager, batched_mm, grouped_mm are taken"
+    )
+
+
+def test_without_the_kernels_host_build_the_report_says_so(
+    source: Source, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOETRT_HOST_LIBRARY", str(tmp_path / "none.so"))
+    report = compare(good, source)
+    assert report.passed
+    assert not any(output.runner == "kernel-host" for output in report.outputs)
+    (note,) = [note for note in report.notes if note.startswith("the kernel was not compared: ")]
+    assert "none.so' does not exist" in note
+    assert f"note: {note}" in report.lines()
+
+
+def test_a_kernel_that_is_wrong_is_named(
+    source: Source, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def negated(*arguments: object) -> tuple[torch.Tensor, ...]:
+        norm, residual = launch(*arguments)  # type: ignore[arg-type]
+        return -norm, residual
+
+    monkeypatch.setattr("moetrt.runners.launch", negated)
+    # Nothing lies beside the file, and its outputs are right: the tails alone are reason enough to look into it.
+    report = compare(planted(good, lambda model, node: None, tmp_path), source)
+    failed = {(output.runner, output.name.rpartition(".")[2]) for output in report.outputs if not output.passed}
+    assert failed == {("kernel-host", "norm_out")}
+    assert report.cause == "MoEFinalizeAddRMSNorm is the tail it replaced, but the kernel computes norm_out wrongly"
+
+
+def test_engines_stand_beside_onnx_runtime(
+    source: Source, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a GPU's runner stood in for by ONNX Runtime: on the file, and on one with a fault."""
+    faulty = planted(good, CASE22["scale missing"], tmp_path)
+
+    def runner(path: Path, *, plugin_library: Path | None, backend: str | None, name: str) -> OrtRunner:
+        assert (plugin_library is None) == (name == "tensorrt-without-plugin")
+        return OrtRunner(ort_session(path), name=name)
+
+    monkeypatch.setattr("moetrt.parity.tensorrt_runner", runner)
+    monkeypatch.setattr("moetrt.parity.choose", lambda backend: Backend("tensorrt", math, "11.4.0"))
+    report = compare(good, source, engine_path=good, engine_without_plugin_path=good)
+    assert report.passed
+    assert {output.runner for output in report.outputs if not output.tail} == {
+        "onnxruntime",
+        "onnxruntime-unmapped",
+        "tensorrt",
+        "tensorrt-without-plugin",
+    }
+    assert "in ONNX Runtime and TensorRT and TensorRT without the plugin against TwoTails" in report.how
+    assert report.as_dict()["versions"]["tensorrt"] == "11.4.0"
+    report = compare(good, source, engine_path=faulty)
+    assert {output.runner for output in report.outputs if not output.passed} == {"tensorrt"}
+    assert report.cause == "the file is right in ONNX Runtime, and the engine is off"
+
+
+def test_a_16_bit_model_runs_in_an_engine_as_it_is(
+    half: tuple[Source, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, path = half
+    fed: list[torch.dtype] = []
+
+    class Engine(TorchRunner):
+        def infer_impl(self, feed_dict: Mapping[str, torch.Tensor]) -> Any:
+            fed.append(feed_dict["hidden"].dtype)
+            return super().infer_impl(feed_dict)
+
+    def runner(path: Path, *, plugin_library: Path | None, backend: str | None, name: str) -> TorchRunner:
+        return Engine(source.module, source.example_inputs, source.output_names, name=name)
+
+    monkeypatch.setattr("moetrt.parity.tensorrt_runner", runner)
+    monkeypatch.setattr("moetrt.parity.choose", lambda backend: Backend("tensorrt", math, "11.4.0"))
+    report = compare(path, source, engine_path=path)
+    assert fed == [torch.bfloat16]
+    engine = [output for output in report.outputs if output.runner == "tensorrt"]
+    assert [output.dtype for output in engine] == ["bfloat16"] * 2
+    assert report.passed
+
+
+def test_a_file_beside_it_that_cannot_run_is_left_out(source: Source, tmp_path: Path) -> None:
+    """Nobody named it, so it is no reason to refuse; the one that is named is."""
+    path = mapped(source, tmp_path)
+    exported = path.with_name("model.onnx")
+    model = load_model(exported)
+    model.functions.clear()
+    exported.write_bytes(ir.to_proto(model).SerializeToString())
+    report = compare(path, source)
+    assert report.passed
+    assert report.tails == ()
+    (note,) = report.notes
+    assert note.startswith("the graph before mapping, 'model.onnx' beside it, was left out: ONNX Runtime does not take")
+    line = refused(path, source, unmapped_path=exported)
+    assert line.startswith(f"ONNX Runtime does not take the file before mapping ('{exported}'): ")
+
+
 # ------------------------------------------------------------------------------------------------------- wrong pairings
 
 
@@ -479,9 +684,19 @@ def test_sizes_of_another_type_are_named(source: Source, good: Path) -> None:
         compare(good, source, seed=None)  # type: ignore[arg-type]
 
 
-def test_nan_from_inputs_that_were_drawn_like_the_example_says_so(source: Source, good: Path) -> None:
+def test_nan_from_inputs_that_were_drawn_like_the_example_says_so(source: Source, tmp_path: Path) -> None:
     """The example's map names rows that fewer tokens do not have: PyTorch and ONNX Runtime both give NaN."""
-    report = compare(good, dataclasses.replace(source, random_inputs=None), sizes={"tokens": 2})
+
+    class Clamps(TwoTails):
+        # A map that is computed is not known to be one.
+        def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, weights, index = tensors
+            return super().forward(hidden, weights, index.clamp(min=-1))
+
+    clamping = Clamps()
+    clamping.load_state_dict(source.module.state_dict())
+    source = dataclasses.replace(source, module=clamping, random_inputs=None)
+    report = compare(mapped(source, tmp_path), source, sizes={"tokens": 2})
     assert not report.passed
     assert report.worst.nan == report.worst.pytorch_nan > 0
     assert "drawn between the smallest and largest value of each example input" in report.worst.reason

@@ -1,36 +1,21 @@
 """The trtexec command lines use options that the tool of that version has, and none that it calls deprecated."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 
 from moetrt import trtexec
 from moetrt.errors import InputError
+from tests.trtexec_stand_in import MANY, OPTIONS, Refused, install, parse
 
-# Option -> (the first version looked at that has it, the version from which it is a deprecated no-op). Read from the
-# option parser of trtexec 10.8, 10.16, 11.0 and 11.1.
-TRTEXEC = {
-    "--onnx": (10, None),
-    "--dynamicPlugins": (10, None),
-    "--minShapes": (10, None),
-    "--optShapes": (10, None),
-    "--maxShapes": (10, None),
-    "--shapes": (10, None),
-    "--saveEngine": (10, None),
-    "--loadEngine": (10, None),
-    "--skipInference": (10, None),
-    "--profilingVerbosity": (10, None),
-    "--exportTimes": (10, None),
-    "--exportProfile": (10, None),
-    "--exportLayerInfo": (10, None),
-    "--stronglyTyped": (10, 11),
-    "--noDataTransfers": (10, 11),
-    "--useSpinWait": (10, 11),
-    "--useCudaGraph": (10, 11),
-    "--separateProfileRun": (10, 11),
+# The versions that each tool stands for. TensorRT-RTX's executable has the defaults of trtexec 11.
+VERSIONS = {
+    "trtexec-10": [(10, 8), (10, 12), (10, 16)],
+    "trtexec-11": [(11, 0), (11, 1)],
+    "tensorrt-rtx": [(11, 0)],
 }
-# TensorRT-RTX's executable has the defaults of trtexec 11.
-MAJOR = {"trtexec-10": 10, "trtexec-11": 11, "tensorrt-rtx": 11}
+CASES = [(key, version) for key, versions in VERSIONS.items() for version in versions]
 
 PROFILE = {"input_ids": ((1, 1), (1, 128), (8, 512)), "attention_mask": ((1, 1), (1, 128), (8, 512))}
 
@@ -45,6 +30,8 @@ def commands(key: str) -> list[list[str]]:
             tool_key=key,
             plugin_library=library,
             shapes={"input_ids": (1, 128)},
+            inputs={"input_ids": "ids.bin"},
+            seconds=1.5,
             export_prefix="out/m",
             per_layer=True,
         ),
@@ -53,17 +40,32 @@ def commands(key: str) -> list[list[str]]:
 
 
 def test_every_tool_has_a_known_version() -> None:
-    assert set(MAJOR) == set(trtexec.TOOLS)
+    assert set(VERSIONS) == set(trtexec.TOOLS)
 
 
-@pytest.mark.parametrize("key", sorted(trtexec.TOOLS))
-def test_options_exist_and_are_not_deprecated_in_that_version(key: str) -> None:
+@pytest.mark.parametrize(("key", "version"), CASES)
+def test_options_exist_and_are_not_deprecated_in_that_version(key: str, version: tuple[int, int]) -> None:
     for command in commands(key):
         assert command[0] == trtexec.TOOLS[key].executable
-        for word in command[1:]:
-            since, gone = TRTEXEC[word.split("=")[0]]
-            assert since <= MAJOR[key]
-            assert gone is None or MAJOR[key] < gone, word
+        # Raises for an option that is not there, comes twice, or takes a value and has none.
+        _, _, warnings = parse(command[1:], version)
+        assert not warnings
+
+
+def test_table_tells_options_and_versions_apart() -> None:
+    for words, version in (
+        (["--exportTime=t.json"], (11, 1)),
+        (["--noCudaGraph"], (10, 16)),
+        (["--fp16"], (11, 0)),
+        (["--onnx"], (11, 0)),
+        (["--useCudaGraph=1"], (10, 8)),
+        (["--onnx=a", "--onnx=b"], (10, 8)),
+    ):
+        with pytest.raises(Refused):
+            parse(words, version)
+    assert parse(["--useCudaGraph"], (11, 0))[2] == ["--useCudaGraph is deprecated."]
+    assert parse(["--useCudaGraph"], (10, 16))[2] == []
+    assert OPTIONS["--dynamicPlugins"].kind == MANY
 
 
 def test_trtexec_10_keeps_types_and_times_the_gpu_alone() -> None:
@@ -79,11 +81,23 @@ def test_plugin_is_named_in_both_commands_and_absent_from_the_baseline() -> None
     assert not [word for word in baseline + baseline_run if "Plugins" in word]
 
 
+def test_library_in_this_folder_is_not_looked_for_on_the_linkers_path() -> None:
+    command = trtexec.build_command("m.onnx", "m.engine", plugin_library="libmoetrt_plugins.so")
+    assert "--dynamicPlugins=./libmoetrt_plugins.so" in command
+
+
 def test_shapes_are_spelled_as_trtexec_takes_them() -> None:
     build = commands("trtexec-11")[0]
     assert "--minShapes=input_ids:1x1,attention_mask:1x1" in build
     assert "--optShapes=input_ids:1x128,attention_mask:1x128" in build
     assert "--maxShapes=input_ids:8x512,attention_mask:8x512" in build
+    assert trtexec.shapes_text({"x:0": (2, 3), "step": ()}) == "'x:0':2x3,step:scalar"
+
+
+@pytest.mark.parametrize("name", ["a,b", "it's"])
+def test_name_that_trtexec_cannot_take_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="a comma or a quote"):
+        trtexec.shapes_text({name: (1,)})
 
 
 def test_text_is_what_a_shell_takes() -> None:
@@ -94,3 +108,34 @@ def test_text_is_what_a_shell_takes() -> None:
 def test_unknown_tool_is_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"'trtexec-9'.*trtexec-11"):
         trtexec.run_command("m.engine", tool_key="trtexec-9", plugin_library=None)
+
+
+@pytest.mark.parametrize(
+    ("version", "key"), [("10.8.0", "trtexec-10"), ("10.16.1", "trtexec-10"), ("11.1.0", "trtexec-11")]
+)
+def test_tool_of_a_version(version: str, key: str) -> None:
+    assert trtexec.key_of_version(version) == key
+
+
+@pytest.mark.parametrize("version", ["8.6.1", "10.7.0", "12.0.0"])
+def test_version_that_is_not_taken(version: str) -> None:
+    with pytest.raises(InputError, match=rf"TensorRT {version}; 10.8 to 11 are taken"):
+        trtexec.key_of_version(version)
+
+
+def test_executable_is_looked_for_on_path_and_then_in_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = install(tmp_path / "path"), install(tmp_path / "root/bin")
+    monkeypatch.setenv("TensorRT_ROOT", str(tmp_path / "root"))
+    monkeypatch.setenv("PATH", str(first.parent))
+    assert trtexec.find_executable("trtexec") == first
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert trtexec.find_executable("trtexec") == second
+    assert trtexec.find_executable("trtexec_of_nobody") is None
+
+
+def test_what_is_no_trtexec_has_no_version(tmp_path: Path) -> None:
+    silent = tmp_path / "trtexec"
+    silent.write_text("#!/bin/sh\necho help\n")
+    silent.chmod(0o755)
+    assert trtexec.version_of(silent) is None
+    assert trtexec.version_of(tmp_path / "missing") is None

@@ -18,12 +18,15 @@ from typing import Any
 import click
 
 from moetrt.errors import InputError, MoetrtError
+from moetrt.provenance import keep_command
 
 # Everything else is imported where it is used: `moetrt --help` must not wait for torch.
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _EXTRAS = {"transformers": "hf"}
-_SPREAD_OPTIONS = ("--min", "--opt", "--max", "--shapes", "--dynamic")
+_SPREAD_OPTIONS = ("--min", "--opt", "--max", "--shapes", "--dynamic", "--point")
+# Of these, the words that follow belong to the one before: each time the option is given is another value.
+_JOINED_OPTIONS = ("--point",)
 _SPREAD_WORD = re.compile(r"[^-].*:\d")
 
 
@@ -43,6 +46,9 @@ class _Command(click.Command):
                 awaits_value = False
             elif name in _SPREAD_OPTIONS:
                 option, awaits_value = name, not equals
+            elif option in _JOINED_OPTIONS and _SPREAD_WORD.match(word):
+                spread[-1] += f",{word}"
+                continue
             elif option and _SPREAD_WORD.match(word):
                 spread.append(option)
             else:
@@ -94,6 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         with cli.make_context("moetrt", list(arguments)) as root:
             context = root.meta
+            keep_command(root, arguments)
             cli.invoke(root)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -299,7 +306,25 @@ def build_command(
 @_dtype_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
 @_shape_option("shapes", "Sizes of the inputs; default: those of the source's example.")
+@click.option(
+    "--unmapped", metavar="FILE", help="The file before mapping; default: model.onnx beside MODEL if it is that."
+)
+@click.option(
+    "--experts-implementation",
+    metavar="NAME",
+    help="What the experts of a Transformers model run in PyTorch: eager, batched_mm or grouped_mm.",
+)
 @click.option("--engine", metavar="FILE", help="Run this engine too; needs a GPU.")
+@click.option("--engine-without-plugin", metavar="FILE", help="Run this engine, built without the plugin, too.")
+@click.option(
+    "--backend", metavar="NAME", help="Of the engines: tensorrt or tensorrt-rtx; default: what this machine has."
+)
+@click.option("--plugin", metavar="FILE", help="The engine's plugin library; default: the one that came with moetrt.")
+@click.option("--json", "json_path", metavar="FILE", help="Also write the report as JSON.")
+@click.option("--report", "report_folder", metavar="DIR", help="Write parity.json there, and the page of that folder.")
+@click.option("--save-inputs", metavar="FILE", help="Keep the inputs, as Polygraphy's --load-inputs takes them.")
+@click.option("--load-inputs", metavar="FILE", help="Run on the inputs of this file in place of drawn ones.")
+@click.option("--save-inputs-raw", metavar="DIR", help="Keep the inputs, as trtexec's --loadInputs takes them.")
 def compare_command(
     out: Any,
     model: str,
@@ -307,25 +332,193 @@ def compare_command(
     dtype: str | None,
     seed: int,
     shapes_words: tuple[str, ...],
+    unmapped: str | None,
+    experts_implementation: str | None,
     engine: str | None,
+    engine_without_plugin: str | None,
+    backend: str | None,
+    plugin: str | None,
+    json_path: str | None,
+    report_folder: str | None,
+    save_inputs: str | None,
+    load_inputs: str | None,
+    save_inputs_raw: str | None,
 ) -> None:
-    """Run MODEL in ONNX Runtime against the PyTorch SOURCE, both measured against float64."""
-    from moetrt.files import existing_file
+    """Run MODEL in ONNX Runtime, and its tails in the kernel, against the PyTorch SOURCE, measured against float64."""
+    if load_inputs and shapes_words:
+        raise InputError("--load-inputs and --shapes were both given; one of them is taken")
+    from moetrt import replay
+    from moetrt.files import check_distinct, existing_file, output_file
+    from moetrt.onnx_files import files_of, load_model
     from moetrt.parity import compare
     from moetrt.source import load_source
 
     shapes = _shapes(shapes_words)
     existing_file(model, "ONNX model")
+    in_folder = os.path.join(report_folder, "parity.json") if report_folder else None
+    written = [("report", json_path), ("report", in_folder), ("inputs file", save_inputs)]
+    outputs = [(what, output_file(path, what)) for what, path in written if path]
     with out.step("compare") as step:
+        graph = load_model(model)
+        read = [("inputs file that is read", load_inputs), ("file before mapping", unmapped)]
+        check_distinct([*files_of(graph, model), *((what, path) for what, path in read if path)], outputs)
         source = load_source(against, dtype=dtype)
+        sizes = source.sizes_of(shapes)
+        feed = replay.load_inputs(load_inputs) if load_inputs else replay.draw_inputs(graph, source, seed, sizes)
         report = compare(
-            model, source, seed=seed, sizes=source.sizes_of(shapes), engine_path=engine, progress=step.progress
+            model,
+            source,
+            seed=seed,
+            sizes=sizes,
+            inputs=feed if load_inputs else None,
+            unmapped_path=unmapped,
+            experts_implementation=experts_implementation,
+            engine_path=engine,
+            engine_without_plugin_path=engine_without_plugin,
+            backend=backend,
+            plugin_library=plugin or True,
+            progress=step.progress,
         )
         step.ok = report.passed
         step.result = "within tolerance" if report.passed else "DIFFERS"
         step.details += report.lines()
+    if save_inputs:
+        out.line(f"inputs: {replay.save_inputs(feed, save_inputs)}")
+    if save_inputs_raw:
+        out.line(f"inputs: {replay.trtexec_argument(replay.save_raw(feed, save_inputs_raw))}")
+    if json_path:
+        out.line(f"report: {report.write_json(json_path)}")
+    if report_folder and in_folder:
+        report.write_json(in_folder)
+        _page_of(out, report_folder)
     if not report.passed:
-        raise Shortfall(f"'{model}' differs from {report.source}: {report.worst.lines()[0]}")
+        raise Shortfall(f"'{model}' differs from {report.source}: {report.verdict}")
+
+
+@_command("bench")
+@click.argument("model")
+@click.option("-o", "--output", required=True, metavar="DIR", help="The folder of the benchmark.")
+@click.option(
+    "--tool",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="trtexec-10, trtexec-11, tensorrt-rtx, python (TensorRT's module), or auto: what is here.",
+)
+@click.option("--plugin", metavar="FILE", help="The plugin library; default: the one that moetrt was installed with.")
+@_shape_option("min", "Smallest sizes of the engine's inputs; with none of the three, the points' own.")
+@_shape_option("opt", "Sizes that the engine is tuned for; with none of the three, the first point's.")
+@_shape_option("max", "Largest sizes; with none of the three, the points' own.")
+@_shape_option("point", "Sizes to measure at; given again, another point. Default: --opt.")
+@click.option("--load-inputs", metavar="FILE", help="Inputs that Polygraphy saved; each feed is a point.")
+@click.option("--repeats", type=int, default=5, show_default=True, help="How often each way runs at each point.")
+@click.option("--seconds", type=float, help="Measure each run for at least this long; default: the tool's, 3.")
+@click.option("--time-limit", type=float, default=3600, show_default=True, help="Seconds that a command may take.")
+@click.option("--bandwidth", type=float, metavar="TB/S", help="Of the GPU's memory, for the floor; default: the log's.")
+@click.option("--script", is_flag=True, help="Run nothing: only write DIR/bench.sh for another machine.")
+@click.option("--dry-run", is_flag=True, help="Print the command lines; write and run nothing.")
+@click.option("--read", is_flag=True, help="Run nothing: read what was run in DIR, wherever that was.")
+def bench_command(
+    out: Any,
+    model: str,
+    output: str,
+    tool: str,
+    plugin: str | None,
+    min_words: tuple[str, ...],
+    opt_words: tuple[str, ...],
+    max_words: tuple[str, ...],
+    point_words: tuple[str, ...],
+    load_inputs: str | None,
+    repeats: int,
+    seconds: float | None,
+    time_limit: float,
+    bandwidth: float | None,
+    script: bool,
+    dry_run: bool,
+    read: bool,
+) -> None:
+    """Time the plugin against TensorRT's own layers for the mapped MODEL: end to end, and tail by tail."""
+    if script + dry_run + read > 1:
+        raise InputError("--script, --dry-run and --read: one of them is taken")
+    if bandwidth is not None and not 1e-6 <= bandwidth <= 1e6:
+        raise InputError(f"--bandwidth was {bandwidth:g}; 1e-06 to 1e+06 TB/s is taken")
+    from moetrt import bench
+
+    bytes_per_second = None if bandwidth is None else bandwidth * 1e12
+    if read:
+        _refuse_with_read()
+        bench.print_result(out, bench.read_bench(model, output, bandwidth=bytes_per_second))
+        _page_of(out, output)
+        return
+    choice = bench.choose_tool(tool)
+    if script or dry_run:
+        bench.check_program(choice)
+    plan, notes = bench.prepare(
+        model,
+        output,
+        choice,
+        plugin_library=plugin,
+        minimum=_shapes(min_words),
+        optimum=_shapes(opt_words),
+        maximum=_shapes(max_words),
+        points=[_shapes([word]) for word in point_words],
+        inputs_path=load_inputs,
+        repeats=repeats,
+        seconds=seconds,
+        time_limit=time_limit,
+        write=not dry_run,
+    )
+    out.line(f"tool: {choice.tool}: {choice.why}")
+    if dry_run or script or not choice.runs_here:
+        for note in notes:
+            out.line(f"note: {note}")
+    if dry_run:
+        out.line(bench.commands_text(plan))
+    elif script or not choice.runs_here:
+        for line in bench.script_lines(plan, output):
+            out.line(line)
+    else:
+        with out.step("bench") as step:
+            bench.run_here(plan, output, choice, time_limit=time_limit, progress=step.progress)
+            step.result = f"{output}: {len(plan.points)} points, {plan.repeats} repeats of each way"
+        bench.print_result(out, bench.read_bench(model, output, bandwidth=bytes_per_second))
+        _page_of(out, output)
+
+
+def _page_of(out: Any, folder: str) -> None:
+    """Makes the page of a folder whose own work is done: what keeps a page from being made is said and no more."""
+    from moetrt.report import make_report
+    from moetrt.report_pages import write_report
+
+    try:
+        out.line(f"report: {write_report(make_report(folder), folder)}")
+    except InputError as error:
+        out.line(f"no report page: {error}")
+
+
+def _refuse_with_read() -> None:
+    """--read takes everything from the manifest: what else is given would be passed over in silence."""
+    context = click.get_current_context()
+    kept = ("model", "output", "bandwidth", "read", "quiet", "verbose")
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in kept and source == click.core.ParameterSource.COMMANDLINE:
+            raise InputError(f"--read takes the benchmark as DIR has it; {parameter.opts[0]} was given")
+
+
+@_command("report")
+@click.argument("folder", metavar="DIR")
+@click.option("-o", "--output", metavar="FILE.html", help="The page; default: DIR/report.html.")
+def report_command(out: Any, folder: str, output: str | None) -> None:
+    """Make one page of what map, compare, build and bench left in DIR; the same as JSON and Markdown beside it."""
+    from moetrt.report import make_report
+    from moetrt.report_pages import write_report
+
+    report = make_report(folder)
+    page = write_report(report, folder, output)
+    for verdict in report.verdicts:
+        out.line(f"{verdict.state:<9}{verdict.what}: {verdict.text}")
+    out.line(f"report: {page}")
 
 
 @_command("demo")

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from moetrt.errors import InputError
-from moetrt.library import MoEFinalizeParams, PluginLibrary, load_plugin_library
+from moetrt.library import KernelLibrary, MoEFinalizeParams, PluginLibrary, load_plugin_library
 from moetrt.reference import check_tensors, reference
 from moetrt.spec import DATA_DTYPES, OperatorSpec
 
@@ -41,7 +41,7 @@ def launch(
     spec: OperatorSpec,
     tensors: Mapping[str, torch.Tensor | None],
     attributes: Mapping[str, object],
-    library: PluginLibrary,
+    library: KernelLibrary,
     stream: int,
 ) -> tuple[torch.Tensor, ...]:
     """Checks the operands, allocates the outputs and starts the library's kernel on a stream.

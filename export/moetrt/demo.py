@@ -1,6 +1,7 @@
 """One model all the way: DeepSeek-V3's architecture from PyTorch to a TensorRT engine, each step checked as it goes."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,19 +34,19 @@ class DemoResult:
 
     Attributes:
         folder: where the files lie.
-        library: the plugin library.
         report: of the mapping.
         parity: ONNX Runtime against PyTorch.
         engine: built with the plugin.
         baseline: the same file built without it.
+        page: the report, a page that shows all of this.
     """
 
     folder: Path
-    library: Path
     report: "MappingReport"
     parity: "ParityReport"
     engine: "EngineInfo"
     baseline: "EngineInfo"
+    page: Path
 
     def figures(self) -> list["Figure"]:
         """What was wanted and what came out."""
@@ -99,6 +100,8 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
     from moetrt.library import find_plugin_library
     from moetrt.mapping import map_file
     from moetrt.parity import compare
+    from moetrt.report import make_report
+    from moetrt.report_pages import write_report
     from moetrt.source import load_source
 
     out.heading("moetrt demo: a DeepSeek-V3-architecture model, from PyTorch to a TensorRT engine")
@@ -115,7 +118,7 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
 
     mapped = target / "mapped.onnx"
     with out.step(_title(3, "map the tails")) as step:
-        report = map_file(exported.model_path, mapped, report_path=target / "report.json")
+        report = map_file(exported.model_path, mapped, report_path=target / "mapping.json")
         step.ok = report.complete
         step.result = f"{mapped.name}: {report.summary()}"
         step.details = [site.name if site.matched else f"{site.name}: {site.reason}" for site in report.sites]
@@ -125,6 +128,7 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
         step.ok = parity.passed
         step.result = f"ONNX Runtime and PyTorch {'agree' if parity.passed else 'DIFFER'}"
         step.details = parity.lines()
+    parity.write_json(target / "parity.json")
 
     def build(plugin: Path | None, name: str, title: str) -> "EngineInfo":
         with out.step(title) as step:
@@ -143,7 +147,8 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
 
     engine = build(library, "plugin.engine", _title(5, "build with the plugin"))
     baseline = build(None, "baseline.engine", _title(6, "build without it"))
-    return DemoResult(target, library, report, parity, engine, baseline)
+    page = write_report(make_report(target), target)
+    return DemoResult(target, report, parity, engine, baseline, page)
 
 
 def _title(number: int, what: str) -> str:
@@ -161,22 +166,17 @@ def print_summary(out: Output, result: DemoResult) -> None:
     for name, what in (
         ("model.onnx", "the exported model; its weights, mapped.onnx's too, are in model.onnx.data"),
         ("mapped.onnx", "each tail is one plugin node, with the operator's body as a function"),
-        ("report.json", "each tail, its attributes, dtypes and shapes"),
+        ("report.html", "all figures and pictures on one page; the same as report.json and report.md"),
+        ("mapping.json", "each tail, its attributes, dtypes and shapes"),
+        ("parity.json", "the comparison, with every figure"),
         ("plugin.engine", f"{result.engine.backend} {result.engine.version}, with the plugin; see plugin.engine.json"),
         ("baseline.engine", "the same file, built without it"),
     ):
         out.line(f"  {name:<16}{what}")
     out.line()
-    out.line("On a machine with a GPU, TensorRT 11 (H100, H200 and B200 need it) builds and times the same file:")
+    out.line("With a GPU and TensorRT, this times both; elsewhere it writes a script for the machine that has them:")
     out.line()
-    mapped, engine = result.folder / "mapped.onnx", result.folder / "gpu.engine"
-    shapes = {name: best for name, (_, best, _) in PROFILE.items()}
-    for command in (
-        trtexec.build_command(mapped, engine, plugin_library=result.library, profile=PROFILE),
-        trtexec.run_command(engine, plugin_library=result.library, shapes=shapes, export_prefix=result.folder / "gpu"),
-    ):
-        out.line(trtexec.command_text(command))
-    out.line()
-    out.line(
-        "Left without --dynamicPlugins, both give the baseline. samples/trtexec_commands.py has TensorRT 10 and RTX."
-    )
+    words = ["moetrt", "bench", str(result.folder / "mapped.onnx"), "-o", str(result.folder)]
+    for option, position in (("--min", 0), ("--opt", 1), ("--max", 2)):
+        words += [option, trtexec.shapes_text({name: bounds[position] for name, bounds in PROFILE.items()})]
+    out.line(shlex.join(words))

@@ -15,7 +15,14 @@ from typing import Any
 
 from moetrt import backends
 from moetrt.errors import InputError
-from moetrt.library import ABI_VERSION, build_plugin_library, find_plugin_library, load_plugin_library
+from moetrt.library import (
+    ABI_VERSION,
+    build_plugin_library,
+    find_host_library,
+    find_plugin_library,
+    load_host_library,
+    load_plugin_library,
+)
 from moetrt.spec import DOMAIN, OPERATORS, PLUGIN_VERSION
 
 _PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "polygraphy", "numpy", "ml_dtypes")
@@ -59,6 +66,7 @@ def examine(*, build: bool = False) -> list[Check]:
 def _found() -> bool:
     try:
         find_plugin_library()
+        find_host_library()
     except InputError:
         return False
     return True
@@ -70,6 +78,7 @@ def _checks() -> Iterator[Check]:
     yield from _compilers()
     library, check = _library()
     yield check
+    yield _host_library()
     rtx = _version("tensorrt-rtx")
     if rtx is None:
         yield Check("tensorrt-rtx", "missing", "not installed", "to build engines here: pip install 'moetrt[rtx]'")
@@ -145,6 +154,15 @@ def _library() -> tuple[Path | None, Check]:
     megabytes = library.path.stat().st_size / 1e6
     detail = f"{library.version}, ABI {ABI_VERSION}, {megabytes:.1f} MB, all symbols: {library.path}"
     return library.path, Check("plugin library", "ok", detail)
+
+
+def _host_library() -> Check:
+    try:
+        library = load_host_library()
+    except InputError as error:
+        remedy = "for moetrt compare: moetrt doctor --build"
+        return Check("kernel's host build", "none", str(error), remedy, needed=False)
+    return Check("kernel's host build", "ok", str(library.path), needed=False)
 
 
 def _link() -> Check:

@@ -1,6 +1,5 @@
 """A mapped ONNX file becomes a TensorRT engine, and a JSON file beside it says what it was made from."""
 
-import hashlib
 import json
 import os
 import re
@@ -18,12 +17,23 @@ import onnx_ir as ir
 
 from moetrt.backends import TENSORRT, Backend, Progress, choose, gpus
 from moetrt.errors import InputError, InputTypeError
-from moetrt.files import Named, check_distinct, existing_file, output_directory, output_file, write_atomically
+from moetrt.files import (
+    Named,
+    check_distinct,
+    existing_file,
+    file_sha256,
+    output_directory,
+    output_file,
+    write_atomically,
+)
 from moetrt.library import PluginLibrary, find_plugin_library, library_sha256, load_plugin_library
 from moetrt.onnx_files import files_of, load_model
 from moetrt.onnx_op import check_node, operator_of
 from moetrt.profiles import Profile, make_profile, split_profiles
+from moetrt.provenance import command, versions
 from moetrt.registry import check_functions, check_registry, has_ours, our_nodes, plugin_ids, run_as_functions
+
+FORMAT = "moetrt.engine/1"
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ def build_engine(
     plugin_library: str | os.PathLike[str] | Literal[True] | None = True,
     profiles: Mapping[str, Sequence[Sequence[int] | None]] | None = None,
     targets: Sequence[str] | None = None,
+    detailed: bool = False,
     progress: Progress | None = None,
 ) -> EngineInfo:
     """Builds an engine from an ONNX file.
@@ -80,6 +91,7 @@ def build_engine(
             the same file without the plugin: TensorRT runs the functions in the file.
         profiles: input name -> (min, opt, max) shapes, each None where left out; see `make_profile`.
         targets: TensorRT-RTX alone: compute capabilities such as "SM89" or "8.9"; None is its default, SM80 and later.
+        detailed: keep in the engine which ONNX nodes each layer computes, for a per-layer profile.
         progress: called with one line at each step.
 
     Returns:
@@ -116,7 +128,7 @@ def build_engine(
         network = tensorrt.parse(model, source, library)
         layers, plugin_layers = tensorrt.layers(network)
         say(f"building {layers} layers, {len(plugin_layers)} of them plugin layers")
-        engine = tensorrt.build(network, source, profile, target_names, say)
+        engine = tensorrt.build(network, source, profile, target_names, say, detailed=detailed)
 
     info = EngineInfo(
         path=target,
@@ -158,24 +170,24 @@ def read_sidecar(engine_path: str | os.PathLike[str]) -> dict[str, Any]:
         recorded = content["engine_sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"'{path}' does not describe an engine of moetrt") from error
-    if recorded != _sha256(engine):
+    if recorded != file_sha256(engine):
         raise InputError(f"'{path}' describes another engine than '{engine}'; build it again")
     return dict(content)
 
 
 def _sidecar(info: EngineInfo, engine: Path) -> dict[str, Any]:
-    content = asdict(info)
+    content = {
+        "format": FORMAT,
+        "command": command(),
+        "versions": versions("polygraphy") | {info.backend: info.version},
+        "engine": info.path.name,
+    } | asdict(info)
     del content["path"], content["sidecar"]
     content["onnx_path"] = os.path.relpath(info.onnx_path, info.path.parent)
     content["profile"] = {
         name: dict(zip(("min", "opt", "max"), bounds, strict=True)) for name, bounds in info.profile.items()
     }
-    return content | {"engine_sha256": _sha256(engine), "onnx_sha256": _sha256(info.onnx_path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return content | {"engine_sha256": file_sha256(engine), "onnx_sha256": file_sha256(info.onnx_path)}
 
 
 def _library_path(plugin_library: str | os.PathLike[str] | Literal[True] | None) -> Path | None:
@@ -329,6 +341,8 @@ class _TensorRT:
         profile: Mapping[str, Profile],
         targets: list[str],
         say: Progress,
+        *,
+        detailed: bool,
     ) -> Any:
         """Builds and serialises the engine; gives TensorRT's host memory."""
         from polygraphy.backend.trt import CreateConfig, EngineBytesFromNetwork
@@ -340,6 +354,8 @@ class _TensorRT:
             shapes.add(name, min=low, opt=best, max=high)
         monitor = _progress_monitor(self.chosen.module, say, self._interrupted)
         options: dict[str, Any] = {"profiles": [shapes], "progress_monitor": monitor}
+        if detailed:
+            options["profiling_verbosity"] = self.chosen.module.ProfilingVerbosity.DETAILED
         config: Any
         if self.chosen.is_rtx:
             from polygraphy.backend.tensorrt_rtx import CreateConfigRTX

@@ -1,6 +1,7 @@
 """Files are read with one clear error and written beside their place, then renamed."""
 
 import errno
+import hashlib
 import os
 import stat
 import tempfile
@@ -63,6 +64,12 @@ def existing_file(path: str | os.PathLike[str], what: str) -> Path:
     if not os.access(found, os.R_OK):
         raise InputError(f"{what} '{found}' cannot be read: permission denied")
     return found
+
+
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 sum of a file's bytes, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def output_file(path: str | os.PathLike[str], what: str = "output file") -> Path:

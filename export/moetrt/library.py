@@ -1,4 +1,4 @@
-"""The plugin library: where it is, whether it is ours, its C interface, and how it is built anew."""
+"""The plugin library and the kernel's host build: where they are, whether they are ours, how they are built anew."""
 
 import ctypes
 import hashlib
@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,9 @@ from moetrt.files import existing_file, write_atomically
 
 LIBRARY_NAME = "libmoetrt_plugins.so"
 LIBRARY_VARIABLE = "MOETRT_PLUGIN_LIBRARY"
+
+HOST_LIBRARY_NAME = "libmoetrt_host.so"
+HOST_LIBRARY_VARIABLE = "MOETRT_HOST_LIBRARY"
 
 ABI_VERSION = 2
 """MOETRT_ABI_VERSION of plugins/include/moetrt/moe_finalize.h."""
@@ -36,6 +39,13 @@ C_FUNCTIONS = (
     "moetrt_tactic_name",
     "moetrt_current_device",
     "moetrt_register_creators",
+)
+HOST_C_FUNCTIONS = (
+    "moetrt_abi_version",
+    "moetrt_last_error",
+    "moetrt_show_errors",
+    "moetrt_moe_finalize",
+    "moetrt_moe_finalize_with_tactic",
 )
 TENSORRT_FUNCTIONS = ("setLoggerFinder", "getCreators", "getPluginCreators")
 
@@ -78,24 +88,15 @@ class Device(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class PluginLibrary:
-    """The loaded library. What it refuses is kept for each thread, as its last error."""
+class KernelLibrary:
+    """A loaded library that runs tails. What it refuses is kept for each thread, as its last error."""
 
     path: Path
     functions: ctypes.CDLL
 
-    @property
-    def version(self) -> str:
-        """Its version, as in pyproject.toml when it was built."""
-        return str(self.functions.moetrt_version().decode())
-
     def last_error(self) -> str:
         """The last refusal on this thread, one line; "" when there was none."""
         return str(self.functions.moetrt_last_error().decode(errors="replace"))
-
-    def clear_last_error(self) -> None:
-        """Forgets the last refusal on this thread."""
-        self.functions.moetrt_clear_last_error()
 
     @contextmanager
     def errors_kept(self) -> Iterator[None]:
@@ -105,6 +106,30 @@ class PluginLibrary:
             yield
         finally:
             self.functions.moetrt_show_errors(before)
+
+    def moe_finalize(self, params: MoEFinalizeParams, stream: int = 0, *, tactic: int = DEFAULT_TACTIC) -> None:
+        """Starts the kernel on a CUDA stream (its handle; 0 is the default stream) and returns at once.
+
+        The host build has no streams and returns when the kernel has ended.
+
+        Raises:
+            InputError: a parameter or the tactic is not taken, or CUDA could not start the kernel.
+        """
+        if self.functions.moetrt_moe_finalize_with_tactic(ctypes.byref(params), tactic, stream) != 0:
+            raise InputError(self.last_error())
+
+
+class PluginLibrary(KernelLibrary):
+    """The plugin library, whose kernel runs on a GPU."""
+
+    @property
+    def version(self) -> str:
+        """Its version, as in pyproject.toml when it was built."""
+        return str(self.functions.moetrt_version().decode())
+
+    def clear_last_error(self) -> None:
+        """Forgets the last refusal on this thread."""
+        self.functions.moetrt_clear_last_error()
 
     def register_creators(self) -> int:
         """Registers the plugins with every TensorRT that this process has loaded by now; returns how many have them.
@@ -116,15 +141,6 @@ class PluginLibrary:
         if count < 0:
             raise InputError(self.last_error())
         return count
-
-    def moe_finalize(self, params: MoEFinalizeParams, stream: int = 0, *, tactic: int = DEFAULT_TACTIC) -> None:
-        """Starts the kernel on a CUDA stream (its handle; 0 is the default stream) and returns at once.
-
-        Raises:
-            InputError: a parameter or the tactic is not taken, or CUDA could not start the kernel.
-        """
-        if self.functions.moetrt_moe_finalize_with_tactic(ctypes.byref(params), tactic, stream) != 0:
-            raise InputError(self.last_error())
 
     def current_device(self) -> Device:
         """The current CUDA device.
@@ -163,6 +179,62 @@ def find_plugin_library() -> Path:
     )
 
 
+def find_host_library() -> Path:
+    """Returns the kernel's host build: what MOETRT_HOST_LIBRARY names, else the file beside the plugin library.
+
+    Raises:
+        InputError: there is none.
+    """
+    named = os.environ.get(HOST_LIBRARY_VARIABLE)
+    if named:
+        return existing_file(named, f"the kernel's host build ({HOST_LIBRARY_VARIABLE})").absolute()
+    candidate = find_plugin_library().with_name(HOST_LIBRARY_NAME)
+    if not candidate.is_file():
+        raise InputError(
+            f"the kernel's host build {HOST_LIBRARY_NAME} is not in '{candidate.parent}'; "
+            f"build it with 'moetrt doctor --build' or set {HOST_LIBRARY_VARIABLE}"
+        )
+    return candidate
+
+
+def load_host_library(path: str | os.PathLike[str] | None = None) -> KernelLibrary:
+    """Loads the kernel's host build, which runs tails on the process's own memory.
+
+    Args:
+        path: the library; None is `find_host_library`'s.
+
+    Raises:
+        InputError: it cannot be loaded, is not moetrt's, or has another ABI version.
+    """
+    found = find_host_library() if path is None else existing_file(path, "the kernel's host build").absolute()
+    functions = _open(found, "the kernel's host build", HOST_C_FUNCTIONS)
+    _declare_calls(functions)
+    return KernelLibrary(found, functions)
+
+
+def _open(found: Path, what: str, names: Sequence[str]) -> ctypes.CDLL:
+    """Loads a library that must have ``names`` and our ABI version."""
+    try:
+        functions = ctypes.CDLL(str(found))
+    except OSError as error:
+        reason = str(error).removeprefix(f"{found}: ")
+        raise InputError(f"{what} '{found}' cannot be loaded: {reason}") from error
+    missing = [name for name in names if not hasattr(functions, name)]
+    if missing:
+        raise InputError(f"{what} '{found}' is not moetrt's: it has no {missing[0]}")
+    abi = int(functions.moetrt_abi_version())
+    if abi != ABI_VERSION:
+        raise InputError(f"{what} '{found}' has ABI version {abi}; {ABI_VERSION} is taken, build it anew")
+    return functions
+
+
+def _declare_calls(functions: ctypes.CDLL) -> None:
+    params = ctypes.POINTER(MoEFinalizeParams)
+    functions.moetrt_last_error.restype = ctypes.c_char_p
+    functions.moetrt_moe_finalize.argtypes = (params, ctypes.c_void_p)
+    functions.moetrt_moe_finalize_with_tactic.argtypes = (params, ctypes.c_int32, ctypes.c_void_p)
+
+
 def load_plugin_library(path: str | os.PathLike[str] | None = None) -> PluginLibrary:
     """Loads the library for its C interface; it also registers its plugins with the TensorRT that is loaded.
 
@@ -173,24 +245,11 @@ def load_plugin_library(path: str | os.PathLike[str] | None = None) -> PluginLib
         InputError: it cannot be loaded, is no plugin library of moetrt, or has another ABI version.
     """
     found = find_plugin_library() if path is None else existing_file(path, "plugin library").absolute()
-    try:
-        functions = ctypes.CDLL(str(found))
-    except OSError as error:
-        reason = str(error).removeprefix(f"{found}: ")
-        raise InputError(f"plugin library '{found}' cannot be loaded: {reason}") from error
-    missing = [name for name in (*C_FUNCTIONS, *TENSORRT_FUNCTIONS) if not hasattr(functions, name)]
-    if missing:
-        raise InputError(f"plugin library '{found}' is not moetrt's: it has no {missing[0]}")
-    abi = int(functions.moetrt_abi_version())
-    if abi != ABI_VERSION:
-        raise InputError(f"plugin library '{found}' has ABI version {abi}; {ABI_VERSION} is taken, build it anew")
+    functions = _open(found, "plugin library", (*C_FUNCTIONS, *TENSORRT_FUNCTIONS))
+    _declare_calls(functions)
     functions.moetrt_version.restype = ctypes.c_char_p
-    functions.moetrt_last_error.restype = ctypes.c_char_p
     functions.moetrt_clear_last_error.restype = None
     functions.moetrt_tactic_name.restype = ctypes.c_char_p
-    params = ctypes.POINTER(MoEFinalizeParams)
-    functions.moetrt_moe_finalize.argtypes = (params, ctypes.c_void_p)
-    functions.moetrt_moe_finalize_with_tactic.argtypes = (params, ctypes.c_int32, ctypes.c_void_p)
     return PluginLibrary(found, functions)
 
 
@@ -201,13 +260,16 @@ def library_sha256(path: str | os.PathLike[str]) -> str:
 
 
 def build_plugin_library() -> Path:
-    """Builds the library from the sources that came with the package and puts it where it is looked for.
+    """Builds the libraries from the sources that came with the package and puts them where they are looked for.
 
     The compiler's output goes to standard error. What it needs of CUDA and TensorRT is fetched when the machine lacks
     it (plugins/cmake/toolchain.py).
 
     Raises:
         MoetrtError: a compiler or CMake is missing, or the build failed.
+
+    Returns:
+        The plugin library.
     """
     source, work = _source_and_work_folders()
     cmake = _program("cmake")
@@ -220,10 +282,11 @@ def build_plugin_library() -> Path:
         reason = _run_and_show(command)
         if reason:
             raise MoetrtError(f"the plugin library could not be built: {reason}")
-    target = _package_folders()[0] / "lib" / LIBRARY_NAME
-    with write_atomically(target) as temporary:
-        shutil.copy2(build / LIBRARY_NAME, temporary)
-    return target
+    folder = _package_folders()[0] / "lib"
+    for name in (HOST_LIBRARY_NAME, LIBRARY_NAME):
+        with write_atomically(folder / name) as temporary:
+            shutil.copy2(build / name, temporary)
+    return folder / LIBRARY_NAME
 
 
 def _run_and_show(command: list[str]) -> str:

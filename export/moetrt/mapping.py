@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named, check_distinct, output_file, write_atomically
 from moetrt.inlining import inline_functions, normalise_domains
-from moetrt.mapping_report import MAPPED_FORM, MappingReport, Site
+from moetrt.mapping_report import MAPPED_FORM, MappingReport, ModelFile, Site
 from moetrt.onnx_files import OLDEST_OPSET, data_path_of, files_of, load_model, save_model, without_external_data
 from moetrt.onnx_op import (
     OPSET_VERSION,
@@ -80,11 +81,15 @@ def map_file(
         if inference_problem(load_model(source_path)) is None:
             raise InputError(f"mapping '{os.fspath(source_path)}' gave a model whose shapes do not fit: {problem}")
         report.notes.append(f"shape inference stops, as it does on the model before mapping: {problem}")
+    folder = Path(output_path if report_path is None else report_path).parent
+    report.source_model = ModelFile.of(source_path, folder)
     with ExitStack() as stack:
-        if report_path is not None:
-            # Renamed after the model is, but its place is known to be writable before.
-            report.write_json(stack.enter_context(write_atomically(report_path)))
+        # Renamed after the model is, but its place is known to be writable before.
+        temporary = None if report_path is None else stack.enter_context(write_atomically(report_path))
         save_model(model, output_path, progress=progress)
+        report.model = ModelFile.of(output_path, folder)
+        if temporary is not None:
+            report.write_json(temporary)
     return report
 
 

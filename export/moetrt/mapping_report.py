@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moetrt.files import write_atomically
+from moetrt.files import file_sha256, write_atomically
+from moetrt.provenance import command, versions
+
+FORMAT = "moetrt.mapping/1"
 
 MAPPED_FORM = "mapped before"
 """Form of a tail that was a plugin node with its norm already."""
@@ -83,6 +86,24 @@ class Site:
         return {name: entry["shape"] for name, entry in (self.inputs | self.outputs).items()}
 
 
+@dataclass(frozen=True)
+class ModelFile:
+    """An ONNX file that the report speaks of.
+
+    Attributes:
+        file: its path from the report's folder.
+        sha256: of that file; its external data is not part of it.
+    """
+
+    file: str
+    sha256: str
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], folder: Path) -> "ModelFile":
+        """The file at ``path`` as a report in ``folder`` names it."""
+        return cls(os.path.relpath(path, folder), file_sha256(path))
+
+
 @dataclass
 class MappingReport:
     """What became of a model's tails.
@@ -92,12 +113,16 @@ class MappingReport:
         expected: how many tails the model has according to capture; None where nobody said.
         sorted_topk: how many TopK nodes were made to sort, because TensorRT takes no others.
         notes: what else the user should know.
+        source_model: the file before mapping; None where no file was read.
+        model: the mapped file; None where none was written.
     """
 
     sites: list[Site]
     expected: int | None = None
     sorted_topk: int = 0
     notes: list[str] = field(default_factory=list)
+    source_model: ModelFile | None = None
+    model: ModelFile | None = None
 
     @property
     def found(self) -> int:
@@ -126,6 +151,11 @@ class MappingReport:
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""
         return {
+            "format": FORMAT,
+            "command": command(),
+            "versions": versions("onnx", "onnx-ir"),
+            "source_model": None if self.source_model is None else asdict(self.source_model),
+            "model": None if self.model is None else asdict(self.model),
             "found": self.found,
             "expected": self.expected,
             "mapped": self.mapped,

@@ -1,8 +1,8 @@
-"""ONNX Runtime, or an engine, against PyTorch: the error of each is measured against a float64 run of the model."""
+"""ONNX Runtime, the kernel or an engine against PyTorch: the error of each is measured against a float64 run."""
 
 import copy
 import dataclasses
-import math
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,104 +13,36 @@ from typing import Any, Literal
 import onnx_ir as ir
 import torch
 
-from moetrt.backends import Progress
-from moetrt.errors import InputError, InputTypeError
-from moetrt.library import find_plugin_library
+from moetrt.backends import Progress, choose
+from moetrt.errors import InputError, InputTypeError, MoetrtError
+from moetrt.files import existing_file, file_sha256, write_atomically
+from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
 from moetrt.onnx_files import load_model, save_model
-from moetrt.onnx_op import make_model, named_inputs, operator_of, read_attributes
-from moetrt.reference import reference
-from moetrt.runners import OrtRunner, TorchRunner, ort_session, tensorrt_runner
+from moetrt.provenance import command, versions
+from moetrt.replay import draw_inputs
+from moetrt.runners import OrtRunner, Results, TorchRunner, ort_session, side_by_side, tensorrt_runner
 from moetrt.source import Source, check_source
-from moetrt.spec import Operand, OperatorSpec
+from moetrt.tails import operands_from, run_tail, tails_of
+from moetrt.twins import TORCH_DTYPES, expose, float32_twin, half_dtype
+from moetrt.verdict import (
+    GOLD,
+    KERNEL,
+    NATIVE,
+    ORT,
+    PYTORCH,
+    TENSORRT,
+    UNMAPPED,
+    OutputParity,
+    errors_of,
+    judge,
+    step_of,
+)
+from moetrt.walk import Original, TailVerdict, Walk, capture_original, find_original
 
-WORST_FACTOR = 4.0
-RMS_FACTOR = 2.0
-"""How much larger than PyTorch's an error may be, at the worst element and in the mean square.
+FORMAT = "moetrt.parity/1"
+"""What `ParityReport.as_dict` says it is."""
 
-Two correct float32 runs differ from float64 by rounding in another order alone. Over DeepSeek-V3 and Qwen3-MoE models
-of 3 and 4 layers, three seeds and 1 to 99 tokens, ONNX Runtime's error was 0.75 to 2.5 times PyTorch's at the worst
-element and 0.9 to 1.9 times in the mean square.
-"""
-
-SENSITIVE = 0.01
-"""Where PyTorch's own error is above this, relative to the output's RMS, the inputs decide nothing."""
-
-_TORCH_DTYPES = {
-    ir.DataType.FLOAT: torch.float32,
-    ir.DataType.FLOAT16: torch.float16,
-    ir.DataType.BFLOAT16: torch.bfloat16,
-    ir.DataType.DOUBLE: torch.float64,
-    ir.DataType.INT64: torch.int64,
-    ir.DataType.INT32: torch.int32,
-    ir.DataType.BOOL: torch.bool,
-}
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_TF32_STEP = 2.0**-10
-
-_PYTORCH, _GOLD, _ORT, _TENSORRT = "pytorch", "pytorch-float64", "onnxruntime", "tensorrt"
-
-
-@dataclass(frozen=True)
-class OutputParity:
-    """One output of one runner against PyTorch.
-
-    Errors are absolute differences from the float64 run over that output's root mean square, so that they mean the same
-    for every model; ``worst`` is the largest, ``rms`` the root mean square.
-
-    Attributes:
-        name: the output; "<node>.<output>" where one tail was compared by itself.
-        runner: "onnxruntime" or "tensorrt".
-        shape, dtype: of the output.
-        worst_index: the element where the runner's error is largest; empty where there is none to compare.
-        worst_values: that element as (runner, PyTorch, float64).
-        relative_error: the runner's error there over the magnitude of the float64 value; inf where that is 0.
-        worst, rms: the runner's errors.
-        pytorch_worst, pytorch_rms: PyTorch's.
-        worst_tolerance, rms_tolerance: what ``worst`` and ``rms`` may be.
-        reason: where the tolerances come from; or why there is nothing to compare.
-        nan, inf: how many elements the runner has.
-        pytorch_nan, pytorch_inf: how many PyTorch has.
-        passed: the verdict.
-    """
-
-    name: str
-    runner: str
-    shape: tuple[int, ...]
-    dtype: str
-    worst_index: tuple[int, ...]
-    worst_values: tuple[float, float, float]
-    relative_error: float
-    worst: float
-    rms: float
-    pytorch_worst: float
-    pytorch_rms: float
-    worst_tolerance: float
-    rms_tolerance: float
-    reason: str
-    nan: int
-    inf: int
-    pytorch_nan: int
-    pytorch_inf: int
-    passed: bool
-
-    def lines(self) -> list[str]:
-        """The figures for people, the verdict first."""
-        verdict = "ok" if self.passed else "DIFFERS"
-        sizes = "x".join(map(str, self.shape)) or "scalar"
-        found = [f"{verdict}: {self.name} [{sizes}] {self.dtype}, {self.runner} against pytorch"]
-        if self.worst_index:
-            theirs, ours, gold = self.worst_values
-            where = ", ".join(map(str, self.worst_index))
-            found += [
-                f"  worst element [{where}]: {self.runner} {theirs:.9g}, pytorch {ours:.9g}, float64 {gold:.9g}; "
-                f"relative error {self.relative_error:.2e}",
-                f"  error against float64: worst {self.worst:.2e} (pytorch {self.pytorch_worst:.2e}, "
-                f"at most {self.worst_tolerance:.2e}), rms {self.rms:.2e} (pytorch {self.pytorch_rms:.2e}, "
-                f"at most {self.rms_tolerance:.2e})",
-            ]
-        found.append(f"  tolerance: {self.reason}")
-        found.append(f"  NaN {self.nan} (pytorch {self.pytorch_nan}), Inf {self.inf} (pytorch {self.pytorch_inf})")
-        return found
+_PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "polygraphy")
 
 
 @dataclass(frozen=True)
@@ -119,24 +51,34 @@ class ParityReport:
 
     Attributes:
         onnx_path: the file that was run.
+        sha256: of that file, when it was read.
         source: the PyTorch model in a few words.
-        seed: of the inputs.
+        seed: of the inputs; None where they were given.
         inputs: name -> shape of the inputs.
         how: what was run, in one line.
         outputs: one for each output and runner; tails that were compared by themselves follow.
+        tails: each tail against the graph before mapping, in order; empty where there was none to hold them against.
+        cause: for a model that differs, the first thing that is off and what explains it; empty where nothing is known.
+        notes: what was not run and why, and where the graph before mapping is from.
+        backends: which TensorRT ran the engines, and its version.
     """
 
     onnx_path: Path
+    sha256: str
     source: str
-    seed: int
+    seed: int | None
     inputs: dict[str, tuple[int, ...]]
     how: str
     outputs: tuple[OutputParity, ...]
+    tails: tuple[TailVerdict, ...] = ()
+    cause: str = ""
+    notes: tuple[str, ...] = ()
+    backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
-        """Whether every output passed; a report without outputs does not."""
-        return bool(self.outputs) and all(output.passed for output in self.outputs)
+        """Whether every output and every tail passed; a report without outputs does not."""
+        return bool(self.outputs) and _all_passed(self.outputs) and _all_passed(self.tails)
 
     @property
     def worst(self) -> OutputParity:
@@ -145,11 +87,90 @@ class ParityReport:
             self.outputs, key=lambda o: (not o.passed, o.worst / o.worst_tolerance if o.worst_tolerance else 0.0)
         )
 
+    @property
+    def verdict(self) -> str:
+        """The whole report in one line: of a failure, what it is and what explains it."""
+        if self.cause:
+            return self.cause
+        tail = next((tail for tail in self.tails if not tail.passed), None)
+        return self.worst.headline() if tail is None or not self.worst.passed else tail.line()
+
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report for people: every output of the model, a line for each tail, and all figures of what differs."""
         sizes = ", ".join(f"{name} [{'x'.join(map(str, shape))}]" for name, shape in self.inputs.items())
-        head = [self.how, f"inputs from seed {self.seed}: {sizes}"]
-        return head + [line for output in self.outputs for line in output.lines()]
+        drawn = "inputs as given" if self.seed is None else f"inputs from seed {self.seed}"
+        found = [self.how, f"{drawn}: {sizes}"]
+        if self.cause:
+            found.append(f"cause: {self.cause}")
+        for output in self.outputs:
+            short = output.passed and (output.tail or output.runner == UNMAPPED)
+            found += output.lines() if not short else [] if output.tail else [output.headline()]
+        by_name = {tail.name: tail for tail in self.tails}
+        for name, outputs in self._by_tail().items():
+            found.append(_tail_line(name, outputs, by_name.get(name)))
+        found += [tail.line() for tail in self.tails if not tail.passed]
+        return found + [f"note: {note}" for note in self.notes]
+
+    def _by_tail(self) -> dict[str, list[OutputParity]]:
+        found: dict[str, list[OutputParity]] = {}
+        for output in self.outputs:
+            if output.tail:
+                found.setdefault(output.tail, []).append(output)
+        return found
+
+    def as_dict(self, folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """The report for JSON.
+
+        Args:
+            folder: where it is written: the model's path is relative to it; to the current folder where None.
+        """
+        return {
+            "format": FORMAT,
+            "command": command(),
+            "versions": versions(*_PACKAGES) | dict(self.backends),
+            "model": {"file": os.path.relpath(self.onnx_path, folder), "sha256": self.sha256},
+            "source": self.source,
+            "seed": self.seed,
+            "inputs": {name: list(shape) for name, shape in self.inputs.items()},
+            "how": self.how,
+            "passed": self.passed,
+            "cause": self.cause or None,
+            "outputs": [output.as_dict() for output in self.outputs],
+            "tails": [tail.as_dict() for tail in self.tails],
+            "notes": list(self.notes),
+        }
+
+    def write_json(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the report to ``path``.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        target = Path(path)
+        text = json.dumps(self.as_dict(target.parent), indent=2, allow_nan=False)
+        with write_atomically(target) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
+        return target
+
+
+def _all_passed(verdicts: Iterable[OutputParity | TailVerdict]) -> bool:
+    return all(verdict.passed for verdict in verdicts)
+
+
+def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | None) -> str:
+    """What was measured of one tail by itself, in one line."""
+    parts = []
+    for runner in dict.fromkeys(output.runner for output in outputs):
+        worst = max((output for output in outputs if output.runner == runner), key=lambda o: o.rms)
+        parts.append(f"{runner} {worst.rms:.1e}")
+    first = max(outputs, key=lambda o: o.rms)
+    parts.append(f"pytorch {first.pytorch_rms:.1e}")
+    if first.unfused is not None:
+        parts.append(f"unfused {first.unfused.rms:.1e}")
+    if tail is not None:
+        parts.append(f"from the tail it replaced {max(tail.error.values()):.1e}")
+    verdict = "ok" if all(output.passed for output in outputs) else "DIFFERS"
+    return f"{verdict}: {name} by itself in {first.dtype}, rms error against float64: {', '.join(parts)}"
 
 
 def compare(
@@ -162,16 +183,27 @@ def compare(
     plugin_library: str | os.PathLike[str] | Literal[True] | None = True,
     backend: str | None = None,
     progress: Progress | None = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    unmapped_path: str | os.PathLike[str] | None = None,
+    experts_implementation: str | None = None,
+    engine_without_plugin_path: str | os.PathLike[str] | None = None,
 ) -> ParityReport:
     """Runs an ONNX file and the PyTorch model it came from on the same inputs, through Polygraphy's Comparator.
 
     PyTorch runs twice: as it is, and in float64 throughout, which is the gold. An output passes when its distance from
-    the gold is no more than `WORST_FACTOR` (worst element) and `RMS_FACTOR` (root mean square) times PyTorch's own,
-    plus one unit in the last place; and when its NaNs and infinities are PyTorch's.
+    the gold is no more than `moetrt.verdict.WORST_FACTOR` (worst element) and `moetrt.verdict.RMS_FACTOR` (root mean
+    square) times PyTorch's own, plus one unit in the last place; and when its NaNs and infinities are PyTorch's.
+
+    Each tail is compared by itself too, in its own dtype and on its values in the model: the file's function in ONNX
+    Runtime, and the kernel in its host build.
+
+    Each tail is also held against the graph before mapping (`moetrt.walk`): the file that is named, or the exporter's
+    ``model.onnx`` beside the mapped file; where there is neither and the model differs, the source is exported anew. Of
+    a model that differs the report then names the first tail that is off and what explains it.
 
     A model in bfloat16 or float16 does not run whole in ONNX Runtime on a CPU, and a router's choice near a tie would
     differ by chance. There, the file and the model are compared as their float32 twins (the same graph and the same
-    16-bit weights, computed in float32), and each tail by itself in its own dtype, on the twin's values.
+    16-bit weights, computed in float32), and each tail in its own dtype on the twin's values.
 
     Args:
         onnx_path: the file; external data beside it.
@@ -180,62 +212,311 @@ def compare(
         sizes: of dynamic dimensions by symbol; the source's example sizes where left out.
         engine_path: an engine of the same file, run too; needs a GPU.
         plugin_library: that the engine was built with; True is the one that came with the package, None is none.
-        backend: for the engine, as of `moetrt.backends.choose`.
+        backend: for the engines, as of `moetrt.backends.choose`.
         progress: called with one line at each step.
+        inputs: run on these in place of drawn ones; `moetrt.replay.load_inputs` reads them from a file.
+        unmapped_path: the file before mapping: the unfused path, run beside the mapped one.
+        experts_implementation: what the experts of a Transformers model run in PyTorch: "eager", "batched_mm" or
+            "grouped_mm"; what they are set to where None. The float64 run is eager.
+        engine_without_plugin_path: an engine of the same file built without the plugin, run too; needs a GPU.
 
     Raises:
-        InputError: the file or its data is missing or not ONNX, its inputs or outputs are not the source's, or a runner
-            does not take it.
+        InputError: the file or its data is missing or not ONNX, its inputs or outputs are not the source's, the file
+            before mapping is another's, or a runner does not take it.
         InputTypeError: the source is no `Source`, or a seed or size is no whole number.
     """
     check_source(source)
     if not isinstance(sizes, Mapping | None) or not all(isinstance(symbol, str) for symbol in sizes or ()):
         raise InputTypeError(f"the sizes were {sizes!r}; a dict of ints by symbol is taken")
-    say = progress or (lambda _: None)
     model = load_model(onnx_path)
     path = Path(onnx_path)
-    feed = source.make_inputs(seed, **(sizes or {}))
+    feed = draw_inputs(model, source, seed, sizes) if inputs is None else _in_order(inputs, source)
     _check_interface(model, path, source, feed)
-    half = _half_dtype(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in feed.items()}
-    engine: _Engine | None = None
+    given = None if unmapped_path is None else existing_file(unmapped_path, "file before mapping")
+    engines = []
     if engine_path is not None:
-        engine = (engine_path, find_plugin_library() if plugin_library is True else plugin_library, backend)
-    if half is None:
-        results = _run(path, source.module, feed, source.output_names, engine=engine, say=say)
-        how = f"{path.name} in ONNX Runtime{' and TensorRT' if engine else ''} against {source.description} in PyTorch"
-        return ParityReport(path, source.description, seed, shapes, how, _hinted(_judge_all(results), source))
-
-    step = _step(_TORCH_DTYPES[half])
-    twin_feed = {name: t.float() if t.is_floating_point() else t for name, t in feed.items()}
-    with tempfile.TemporaryDirectory(prefix="moetrt-twin-") as name:
-        folder = Path(name)
-        say(f"making the float32 twin of {path.name}")
-        tails = list(_tails(model))
-        twin = float32_twin(load_model(path))
-        _expose(twin, {value.name or "" for tail in tails for value in tail.inputs.values()})
-        twin_path = save_model(twin, folder / "twin.onnx")
-        module = copy.deepcopy(source.module).float()
-        results = _run(twin_path, module, twin_feed, source.output_names, say=say)
-        # The file holds constants that the exporter rounded to the model's dtype, such as attention's scale.
-        judged = list(_judge_all(results, step=step))
-        values = {**twin_feed, **results[_ORT]}
-        if engine is not None:
-            # A GPU runs the 16-bit model itself, so it is held against PyTorch in 16 bits.
-            judged += _judge_all(_run(None, source.module, feed, source.output_names, engine=engine, say=say))
-        for tail in tails:
-            say(f"comparing {tail.name} in {half.name.lower()}")
-            judged += _compare_tail(tail, values, half, folder)
-    how = (
-        f"the float32 twins of {path.name} in ONNX Runtime and of {source.description} in PyTorch; "
-        f"{len(tails)} tails by themselves in {half.name.lower()}"
+        library = find_plugin_library() if plugin_library is True else plugin_library
+        engines.append(_Engine(TENSORRT, engine_path, library, backend))
+    if engine_without_plugin_path is not None:
+        engines.append(_Engine(NATIVE, engine_without_plugin_path, None, backend))
+    comparison = _Comparison(
+        path,
+        model,
+        source,
+        feed,
+        find_original(path, model, given),
+        experts_implementation,
+        progress or (lambda _: None),
     )
-    return ParityReport(path, source.description, seed, shapes, how, _hinted(judged, source))
+    with tempfile.TemporaryDirectory(prefix="moetrt-compare-") as folder:
+        return comparison.report(Path(folder), engines, None if inputs is not None else seed)
 
 
-def _hinted(outputs: Iterable[OutputParity], source: Source) -> tuple[OutputParity, ...]:
+@dataclass(frozen=True)
+class _Engine:
+    """An engine to run; ``runner`` is its name in the report."""
+
+    runner: str
+    path: str | os.PathLike[str]
+    library: str | os.PathLike[str] | None
+    backend: str | None
+
+
+class _Comparison:
+    """One file against one source on one set of inputs."""
+
+    def __init__(
+        self,
+        path: Path,
+        model: ir.Model,
+        source: Source,
+        feed: Mapping[str, torch.Tensor],
+        original: Original | None,
+        experts: str | None,
+        say: Progress,
+    ) -> None:
+        self.path, self.model, self.source, self.feed = path, model, source, feed
+        self.original, self.experts, self.say = original, experts, say
+        self.tails = tails_of(model)
+        self.half = half_dtype(model)
+        self.notes: list[str] = []
+        self.kernel = self._kernel()
+
+    def _kernel(self) -> KernelLibrary | None:
+        if not self.tails:
+            return None
+        try:
+            return load_host_library()
+        except InputError as error:
+            self.notes.append(f"the kernel was not compared: {error}")
+            return None
+
+    def report(self, folder: Path, engines: Sequence[_Engine], seed: int | None) -> ParityReport:
+        """Runs everything."""
+        # A 16-bit model runs as its float32 twin; both are the same where the model is float32.
+        module = self.source.module if self.half is None else copy.deepcopy(self.source.module).float()
+        feed = {name: self._single(tensor) for name, tensor in self.feed.items()}
+        walk, unfused = self._prepared(folder)
+        runners: list[Any] = [
+            self._torch(module, feed),
+            TorchRunner(module, feed, self.source.output_names, float64=True, name=GOLD),
+            self._onnx(folder / "mapped", self._runnable(self.path), self._read_by_tails(), ORT, repr(str(self.path))),
+        ]
+        if unfused is not None:
+            runners.append(unfused)
+        if self.half is None:
+            runners += self._engines(engines)
+        self.say(f"running {', '.join(runner.name for runner in runners)}")
+        results = side_by_side(runners, feed)
+        # The file holds constants that the exporter rounded to the model's dtype, such as attention's scale.
+        step = None if self.half is None else step_of(TORCH_DTYPES[self.half])
+        judged = list(self._judged(results, step))
+        if self.half is not None and engines:
+            # A GPU runs the 16-bit model itself, so it is held against PyTorch in 16 bits.
+            gold = TorchRunner(self.source.module, self.feed, self.source.output_names, float64=True, name=GOLD)
+            again = [self._torch(self.source.module, self.feed), gold, *self._engines(engines)]
+            judged += self._judged(side_by_side(again, self.feed), None)
+        values = {**feed, **results[ORT]}
+        if walk is not None:
+            walk.take(self.feed, results[UNMAPPED])
+        alone = list(self._by_themselves(folder, walk, values))
+        if walk is None and self.tails and not _all_passed((*judged, *alone)):
+            walk = self._walk_anew(folder, feed, results)
+            judged += self._judged({name: results[name] for name in (PYTORCH, GOLD, UNMAPPED) if name in results}, step)
+            alone = alone if walk is None else list(self._by_themselves(folder, walk, values))
+        judged += alone
+        tails = self._walk(walk)
+        outputs = _hinted(judged, self.source if seed is not None else None)
+        return ParityReport(
+            onnx_path=self.path,
+            sha256=file_sha256(self.path),
+            source=self.source.description,
+            seed=seed,
+            inputs={name: tuple(tensor.shape) for name, tensor in self.feed.items()},
+            how=self._how(engines),
+            outputs=outputs,
+            tails=tails,
+            cause=self._cause(walk, tails, outputs),
+            notes=tuple(dict.fromkeys(self.notes)),
+            backends=dict(map(self._backend, engines)),
+        )
+
+    def _prepared(self, folder: Path) -> tuple[Walk | None, OrtRunner | None]:
+        """The walk and the run of the file before mapping, where there is one that ONNX Runtime takes."""
+        if self.original is None:
+            return None, None
+        try:
+            walk = Walk(self.model, self.original)
+            return walk, self._unfused(folder, walk)
+        except MoetrtError as error:
+            if self.original.named:
+                raise
+            # Nobody asked for it: it lay beside the mapped file.
+            self.notes.append(f"the graph before mapping, {self.original.where}, was left out: {error}")
+            return None, None
+
+    def _single(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if self.half is not None and tensor.is_floating_point() else tensor
+
+    def _torch(self, module: torch.nn.Module, feed: Mapping[str, torch.Tensor]) -> TorchRunner:
+        return TorchRunner(module, feed, self.source.output_names, experts_implementation=self.experts, name=PYTORCH)
+
+    def _runnable(self, path: Path) -> ir.Model:
+        """A copy of a file's model that may be changed, and runs in ONNX Runtime."""
+        model = load_model(path)
+        if self.half is None:
+            return model
+        self.say(f"making the float32 twin of {path.name}")
+        return float32_twin(model)
+
+    def _read_by_tails(self) -> set[str]:
+        return {name for tail in self.tails for name in tail.input_names().values()}
+
+    def _onnx(self, folder: Path, model: ir.Model, shown: Iterable[str], runner: str, name: str) -> OrtRunner:
+        expose(model, shown)
+        folder.mkdir()
+        # Loaded now: what ONNX Runtime does not take is known before anything runs.
+        return OrtRunner(ort_session(save_model(model, folder / "model.onnx"), name)(), name=runner)
+
+    def _unfused(self, folder: Path, walk: Walk) -> OrtRunner:
+        model = walk.original.model.clone()
+        twin = model if self.half is None else float32_twin(model)
+        return self._onnx(
+            folder / "unmapped", twin, walk.names, UNMAPPED, f"the file before mapping ({walk.original.where})"
+        )
+
+    def _engines(self, engines: Sequence[_Engine]) -> Iterator[Any]:
+        for engine in engines:
+            yield tensorrt_runner(
+                engine.path, plugin_library=engine.library, backend=engine.backend, name=engine.runner
+            )
+
+    def _judged(self, results: Results, step: float | None) -> Iterator[OutputParity]:
+        """The model's outputs. The unfused path has a verdict of its own, and stands beside the others as a measure."""
+        for runner, outputs in results.items():
+            if runner in (PYTORCH, GOLD):
+                continue
+            for name in self.source.output_names:
+                gold = results[GOLD][name]
+                output = judge(outputs[name], results[PYTORCH][name], gold, name=name, runner=runner, step=step)
+                if UNMAPPED in results and runner != UNMAPPED:
+                    unfused = errors_of(results[UNMAPPED][name], gold, UNMAPPED)
+                    output = dataclasses.replace(output, unfused=unfused)
+                yield output
+
+    def _walk_anew(self, folder: Path, feed: Mapping[str, torch.Tensor], results: Results) -> Walk | None:
+        """The walk where no file before mapping is to be had: the source is exported once more.
+
+        What ONNX Runtime gives for that is added to ``results``.
+        """
+        self.say(f"exporting {self.source.description} anew, to find what is off")
+        self.original, why = capture_original(self.source, self.model, self.say)
+        if self.original is None:
+            self.notes.append(
+                f"the tails were not held against the graph before mapping: {why}; --unmapped names its file"
+            )
+            return None
+        walk, unfused = self._prepared(folder)
+        if walk is not None and unfused is not None:
+            results |= side_by_side([unfused], feed)
+            walk.take(self.feed, results[UNMAPPED])
+        return walk
+
+    def _by_themselves(
+        self, folder: Path, walk: Walk | None, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[OutputParity]:
+        for tail in self.tails:
+            self.say(f"comparing {tail.name} by itself")
+            unfused: dict[str, torch.Tensor] = {}
+            try:
+                # From the original's values, so that nothing before the tail counts; else from the file's own run.
+                operands = (
+                    operands_from(tail, values, self.half or ir.DataType.FLOAT) if walk is None else walk.operands(tail)
+                )
+                unfused, wanted = ({}, {}) if walk is None else (walk.unfused(tail), walk.gold(tail))
+            except InputError as error:
+                self.notes.append(str(error))
+                continue
+            results = run_tail(tail, operands, folder, self.kernel)
+            for runner, outputs in results.items():
+                if runner in (PYTORCH, GOLD):
+                    continue
+                for name, gold in results[GOLD].items():
+                    output = judge(
+                        outputs[name],
+                        results[PYTORCH][name],
+                        gold,
+                        name=f"{tail.name}.{name}",
+                        runner=runner,
+                        tail=tail.name,
+                    )
+                    common = "residual_out" if name == "hidden" else name
+                    if common in unfused:
+                        errors = errors_of(unfused[common], wanted[common], "unfused")
+                        output = dataclasses.replace(output, unfused=errors)
+                    yield output
+
+    def _walk(self, walk: Walk | None) -> tuple[TailVerdict, ...]:
+        if walk is None:
+            return ()
+        self.notes.append(f"the graph before mapping is {walk.original.where}")
+        found: list[TailVerdict] = []
+        for tail in walk.tails:
+            self.say(f"holding {tail.name} against the graph before mapping")
+            try:
+                found.append(walk.judge(tail, thorough=all(verdict.passed for verdict in found)))
+            except InputError as error:
+                self.notes.append(f"{tail.name} was not held against the graph before mapping: {error}")
+        return tuple(found)
+
+    def _cause(self, walk: Walk | None, tails: Sequence[TailVerdict], outputs: Sequence[OutputParity]) -> str:
+        first = next((tail for tail in tails if not tail.passed), None)
+        if first is not None:
+            return f"the first tail that is off is {first.index + 1} of {len(self.tails)}, {first.name}: {first.why}"
+        wrong = [output for output in outputs if not output.passed]
+        if not wrong or walk is None:
+            return ""
+        alone = next((output for output in wrong if output.tail), None)
+        if alone is not None:
+            what = "the kernel" if alone.runner == KERNEL else "its function in the file"
+            return f"{alone.tail} is the tail it replaced, but {what} computes {alone.name.rpartition('.')[2]} wrongly"
+        if any(output.runner == UNMAPPED for output in wrong):
+            return "the graph before mapping differs from PyTorch already: the mapping is not what is off"
+        if all(output.runner in (TENSORRT, NATIVE) for output in wrong):
+            return "the file is right in ONNX Runtime, and the engine is off"
+        self.say("looking between the tails")
+        return walk.wiring(self.feed)
+
+    @staticmethod
+    def _backend(engine: _Engine) -> tuple[str, str]:
+        chosen = choose(engine.backend)
+        return chosen.name, chosen.version
+
+    def _how(self, engines: Sequence[_Engine]) -> str:
+        where = ["ONNX Runtime"]
+        named = {TENSORRT: "TensorRT", NATIVE: "TensorRT without the plugin"}
+        where += [named[engine.runner] for engine in engines]
+        names = " and ".join(where)
+        pytorch = "PyTorch" if self.experts is None else f"PyTorch ({self.experts} experts)"
+        tails = "1 tail by itself" if len(self.tails) == 1 else f"{len(self.tails)} tails by themselves"
+        alone = f"; {tails}" if self.tails else ""
+        if self.half is None:
+            return f"{self.path.name} in {names} against {self.source.description} in {pytorch}{alone}"
+        return (
+            f"the float32 twins of {self.path.name} in {names} and of {self.source.description} in {pytorch}{alone}"
+            f"{f' in {self.half.name.lower()}' if alone else ''}"
+        )
+
+
+def _in_order(inputs: Mapping[str, torch.Tensor], source: Source) -> dict[str, torch.Tensor]:
+    """The inputs that were given, in the order of the source's."""
+    known = {name: inputs[name] for name in source.input_names if name in inputs}
+    return known | {name: tensor for name, tensor in inputs.items() if name not in known}
+
+
+def _hinted(outputs: Iterable[OutputParity], source: Source | None) -> tuple[OutputParity, ...]:
     """Says where the inputs come from when PyTorch itself gives NaN or infinities for them."""
-    if source.random_inputs is not None:
+    if source is None or source.random_inputs is not None:
         return tuple(outputs)
     hint = (
         "; the inputs were drawn between the smallest and largest value of each example input, whatever their sizes "
@@ -247,50 +528,6 @@ def _hinted(outputs: Iterable[OutputParity], source: Source) -> tuple[OutputPari
         else dataclasses.replace(output, reason=output.reason + hint)
         for output in outputs
     )
-
-
-def float32_twin(model: ir.Model) -> ir.Model:
-    """Turns ``model`` into the same graph with every 16-bit floating-point number in float32, in place.
-
-    Returns:
-        ``model``; its 16-bit weights are read into memory.
-    """
-    single = ir.DataType.FLOAT
-    for graph in [*model.graphs(), *(function.graph for function in model.functions.values())]:
-        for value in _values(graph):
-            if value.dtype in _HALVES:
-                value.dtype = single
-            if value.const_value is not None and value.const_value.dtype in _HALVES:
-                value.const_value = _float32(value.const_value)
-        for node in graph:
-            for name, attribute in list(node.attributes.items()):
-                if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in _HALVES:
-                    node.attributes[name] = ir.AttrTensor(name, _float32(attribute.value))
-                # Cast and the generators name the dtype that they give.
-                if name in ("to", "dtype") and attribute.type == ir.AttributeType.INT and attribute.value in _HALVES:
-                    node.attributes[name] = ir.AttrInt64(name, single)
-    return model
-
-
-def _float32(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    return ir.tensor(tensor.numpy().astype("float32"), name=tensor.name)
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in graph:
-        yield from node.outputs
-
-
-def _half_dtype(model: ir.Model) -> ir.DataType | None:
-    found = {value.dtype for graph in model.graphs() for value in _values(graph)}
-    return next((dtype for dtype in reversed(_HALVES) if dtype in found), None)
-
-
-def _step(dtype: torch.dtype) -> float:
-    """One unit in the last place at 1."""
-    return torch.finfo(dtype).eps
 
 
 def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[str, torch.Tensor]) -> None:
@@ -308,7 +545,7 @@ def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[
         )
     for name, value in inputs.items():
         tensor = feed[name]
-        if _TORCH_DTYPES.get(value.dtype or ir.DataType.UNDEFINED) != tensor.dtype:
+        if TORCH_DTYPES.get(value.dtype or ir.DataType.UNDEFINED) != tensor.dtype:
             wanted = "unknown" if value.dtype is None else value.dtype.name.lower()
             raise InputError(
                 f"input '{name}' of '{path}' is {wanted}, of {source.description} {str(tensor.dtype)[6:]}; "
@@ -323,223 +560,3 @@ def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[
                 f"input '{name}' of '{path}' is {wanted}; {source.description} was given "
                 f"{'x'.join(map(str, tensor.shape))}"
             )
-
-
-_Results = dict[str, dict[str, torch.Tensor]]
-_Engine = tuple[str | os.PathLike[str], str | os.PathLike[str] | None, str | None]
-
-
-def _run(
-    path: Path | None,
-    module: torch.nn.Module,
-    feed: Mapping[str, torch.Tensor],
-    output_names: Sequence[str],
-    *,
-    engine: _Engine | None = None,
-    say: Progress = lambda _: None,
-) -> _Results:
-    """Runner name -> outputs by name, from one run of Polygraphy's Comparator."""
-    from polygraphy.comparator import Comparator
-    from polygraphy.exception import PolygraphyException
-    from polygraphy.logger import G_LOGGER
-
-    runners: list[Any] = [
-        TorchRunner(module, feed, output_names, name=_PYTORCH),
-        TorchRunner(module, feed, output_names, float64=True, name=_GOLD),
-    ]
-    if path is not None:
-        runners.append(OrtRunner(ort_session(path), name=_ORT))
-    if engine is not None:
-        engine_path, library, backend = engine
-        runners.append(tensorrt_runner(engine_path, plugin_library=library, backend=backend, name=_TENSORRT))
-    say(f"running {', '.join(runner.name for runner in runners)}")
-    with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):
-        try:
-            results = Comparator.run(runners, data_loader=[dict(feed)])
-        except PolygraphyException as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"'{path or engine}' could not be compared: {reason}") from error
-        return {
-            name: {output: torch.as_tensor(value) for output, value in iterations[0].items()}
-            for name, iterations in results
-        }
-
-
-def _judge_all(results: _Results, *, step: float | None = None, prefix: str = "") -> Iterator[OutputParity]:
-    for runner, outputs in results.items():
-        if runner in (_PYTORCH, _GOLD):
-            continue
-        for name, gold in results[_GOLD].items():
-            yield judge(outputs[name], results[_PYTORCH][name], gold, name=prefix + name, runner=runner, step=step)
-
-
-def judge(
-    value: torch.Tensor,
-    pytorch: torch.Tensor,
-    gold: torch.Tensor,
-    *,
-    name: str,
-    runner: str = _ORT,
-    step: float | None = None,
-) -> OutputParity:
-    """The verdict over one output.
-
-    Args:
-        value: the runner's output.
-        pytorch: PyTorch's, of the same dtype and shape.
-        gold: the float64 run's; where it is not floating-point, equality is asked for.
-        name, runner: for the report.
-        step: what the runner rounds to, relative to 1; the output dtype's unit in the last place where None, and
-            2**-10, TF32's, for float32 in TensorRT.
-    """
-    exact = not gold.is_floating_point()
-    dtype = str(value.dtype).removeprefix("torch.")
-    ours, theirs, want = (t.to(torch.float64) for t in (pytorch, value, gold))
-    same_shape = value.shape == pytorch.shape == gold.shape
-    finite = torch.isfinite(theirs) & torch.isfinite(ours) & torch.isfinite(want) if same_shape else torch.zeros(0)
-    measured = same_shape and bool(finite.any())
-    scale, peak = 1.0, 1.0
-    worst, rms, pytorch_worst, pytorch_rms, relative = math.inf, math.inf, math.inf, math.inf, math.inf
-    index: tuple[int, ...] = ()
-    values = (math.nan, math.nan, math.nan)
-    if measured:
-        reference_values = want[finite]
-        scale = float(reference_values.square().mean().sqrt()) or 1.0
-        peak = float(reference_values.abs().max()) / scale
-        error, pytorch_error = ((side - want).abs().where(finite, 0.0) for side in (theirs, ours))
-        worst, pytorch_worst = float(error.max()) / scale, float(pytorch_error.max()) / scale
-        rms, pytorch_rms = (float(e[finite].square().mean().sqrt()) / scale for e in (error, pytorch_error))
-        index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-        values = (float(theirs[index]), float(ours[index]), float(want[index]))
-        relative = float(error[index]) / abs(values[2]) if values[2] else (math.inf if error[index] else 0.0)
-
-    if exact:
-        worst_tolerance = rms_tolerance = 0.0
-        reason = f"{dtype} must be equal"
-    else:
-        tf32 = step is None and runner == _TENSORRT and value.dtype == torch.float32
-        what = "one unit in the last place" if step is None else f"{step:.1e}, one unit in the last place of 16 bits,"
-        if tf32:
-            what, step = "2^-10, which TF32 rounds to,", _TF32_STEP
-        step = _step(value.dtype) if step is None else step
-        worst_tolerance = WORST_FACTOR * pytorch_worst + step * peak
-        rms_tolerance = RMS_FACTOR * pytorch_rms + step
-        reason = (
-            f"{WORST_FACTOR:g} x (worst) and {RMS_FACTOR:g} x (rms) PyTorch's own distance from float64, "
-            f"for rounding in another order, plus {what} of the largest element"
-        )
-    passed = measured and worst <= worst_tolerance and rms <= rms_tolerance
-    if not same_shape:
-        reason = f"shapes differ: pytorch has {list(pytorch.shape)}"
-    elif value.numel() == 0:
-        passed, reason = True, "there is no element"
-    elif not measured:
-        reason = "no element is finite on every side: there is nothing to compare"
-    elif not exact and pytorch_worst > SENSITIVE and value.dtype in (torch.float32, torch.float64):
-        passed = False
-        reason = (
-            f"PyTorch's own error, {pytorch_worst:.1e}, is above {SENSITIVE:g}: these inputs decide nothing "
-            "(a router near a tie?); take another seed"
-        )
-    elif not _same_specials(theirs, ours):
-        passed, reason = False, "NaN or Inf is where PyTorch has none, or the other way round"
-    return OutputParity(
-        name=name,
-        runner=runner,
-        shape=tuple(value.shape),
-        dtype=dtype,
-        worst_index=index,
-        worst_values=values,
-        relative_error=relative,
-        worst=worst,
-        rms=rms,
-        pytorch_worst=pytorch_worst,
-        pytorch_rms=pytorch_rms,
-        worst_tolerance=worst_tolerance if measured else 0.0,
-        rms_tolerance=rms_tolerance if measured else 0.0,
-        reason=reason,
-        nan=int(theirs.isnan().sum()),
-        inf=int(theirs.isinf().sum()),
-        pytorch_nan=int(ours.isnan().sum()),
-        pytorch_inf=int(ours.isinf().sum()),
-        passed=passed,
-    )
-
-
-def _same_specials(a: torch.Tensor, b: torch.Tensor) -> bool:
-    nan, inf = a.isnan(), a.isinf()
-    return bool((nan == b.isnan()).all() and (inf == b.isinf()).all() and (a[inf] == b[inf]).all())
-
-
-@dataclass(frozen=True)
-class _Tail:
-    """One operator node of a 16-bit file, and where its inputs come from."""
-
-    node: ir.Node
-    spec: OperatorSpec
-    function: ir.Function | None
-    inputs: dict[str, ir.Value]
-    opset: int
-
-    @property
-    def name(self) -> str:
-        return self.node.name or str(self.node.outputs[0].name)
-
-
-def _tails(model: ir.Model) -> Iterator[_Tail]:
-    for node in model.graph:
-        spec = operator_of(node)
-        if spec is not None:
-            function = model.functions.get(node.op_identifier())
-            yield _Tail(node, spec, function, named_inputs(node), model.graph.opset_imports[""])
-
-
-def _expose(twin: ir.Model, names: set[str]) -> None:
-    """Makes values of the graph outputs of it."""
-    outputs = {value.name for value in twin.graph.outputs}
-    for node in twin.graph:
-        for value in node.outputs:
-            if value.name in names - outputs:
-                twin.graph.outputs.append(value)
-
-
-class _TailModule(torch.nn.Module):
-    """The operator's reference as a module."""
-
-    def __init__(self, tail: _Tail) -> None:
-        super().__init__()
-        self._spec, self._names, self._attributes = tail.spec, list(tail.inputs), read_attributes(tail.node)
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return reference(self._spec, dict(zip(self._names, tensors, strict=True)), self._attributes)
-
-
-def _compare_tail(
-    tail: _Tail, values: Mapping[str, torch.Tensor], half: ir.DataType, folder: Path
-) -> Iterator[OutputParity]:
-    feed, operands = {}, {}
-    for name, value in tail.inputs.items():
-        dtype = _TORCH_DTYPES[value.dtype or half]
-        found = values.get(value.name or "")
-        tensor = _constant(value) if found is None else found
-        feed[name] = tensor.to(dtype)
-        operands[name] = Operand(str(dtype).removeprefix("torch."), list(tensor.shape))
-    model = make_model(tail.spec, operands, read_attributes(tail.node), opset=tail.opset)
-    if tail.function is not None:
-        # The file's own function is what is on trial.
-        model.functions.clear()
-        model.functions[tail.function.identifier()] = tail.function
-        next(iter(model.graph)).overload = tail.function.overload
-    for output in model.graph.outputs:
-        if output.shape is None:
-            output.shape = ir.Shape([feed["expert_weights"].shape[0], None])
-    path = save_model(model, folder / "tail.onnx")
-    results = _run(path, _TailModule(tail), feed, tail.spec.outputs)
-    yield from _judge_all(results, prefix=f"{tail.name}.")
-
-
-def _constant(value: ir.Value) -> torch.Tensor:
-    if value.const_value is None:
-        raise InputError(f"value '{value.name}' of the graph was not computed; the tail that reads it is not compared")
-    array = value.const_value.numpy()
-    return torch.from_numpy(array.astype("float32") if value.dtype in _HALVES else array.copy())

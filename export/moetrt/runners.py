@@ -1,4 +1,4 @@
-"""Polygraphy runners: a PyTorch module (also in float64), ONNX Runtime with bfloat16, and TensorRT where a GPU is."""
+"""Polygraphy runners: PyTorch, also in float64; ONNX Runtime with bfloat16; the kernel; TensorRT where a GPU is."""
 
 import contextlib
 import copy
@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetrt.backends import choose, gpus, resolve, switch_polygraphy
+from moetrt.cuda_op import launch
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import existing_file
+from moetrt.library import KernelLibrary
+from moetrt.spec import OperatorSpec
 
 # Polygraphy fixes which TensorRT it uses when it is imported. Parity on a CPU needs none at all: what is wrong with it,
 # `moetrt.backends.choose` says to those who do.
@@ -32,6 +35,14 @@ from polygraphy.datatype import DataType
 _ONNX_BFLOAT16 = 16
 
 
+def _metadata(examples: Mapping[str, torch.Tensor]) -> TensorMetadata:
+    metadata = TensorMetadata()
+    for name, example in examples.items():
+        dtype = DataType.from_dtype(example.dtype, "torch")
+        metadata.add(name, dtype=dtype, shape=(None,) * example.dim())
+    return metadata
+
+
 class TorchRunner(BaseRunner):
     """Runs a PyTorch module whose inputs and outputs are named tensors."""
 
@@ -42,6 +53,7 @@ class TorchRunner(BaseRunner):
         output_names: Sequence[str],
         *,
         float64: bool = False,
+        experts_implementation: str | None = None,
         name: str = "pytorch",
     ) -> None:
         """Makes a runner.
@@ -53,6 +65,8 @@ class TorchRunner(BaseRunner):
             output_names: one for each output.
             float64: run a copy of the module with all floating-point numbers in float64, those included that the module
                 itself asks to be in float32. Inputs are taken in the dtypes of ``example_inputs``.
+            experts_implementation: what the experts of Transformers models run while this runner is active, such as
+                "eager" or "grouped_mm"; what they are set to where None.
             name: the runner's name in Polygraphy's results.
         """
         super().__init__(name=name, prefix="pytorch")
@@ -60,18 +74,22 @@ class TorchRunner(BaseRunner):
         self._examples = example_inputs
         self._output_names = output_names
         self._float64 = float64
+        self._experts = experts_implementation
 
     def activate_impl(self) -> None:
-        """Makes the float64 copy where one is asked for."""
+        """Makes the float64 copy where one is asked for, else sets the experts' implementation.
+
+        Raises:
+            InputError: the module has no Transformers model whose experts have implementations, or not this one.
+        """
         self._active = float64_copy(self._module) if self._float64 else self._module
+        self._until_deactivated = contextlib.ExitStack()
+        if self._experts is not None and not self._float64:
+            self._until_deactivated.enter_context(experts_set_to(self._module, self._experts))
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         """Names, dtypes and ranks; every dimension is dynamic."""
-        metadata = TensorMetadata()
-        for name, example in self._examples.items():
-            dtype = DataType.from_dtype(example.dtype, "torch")
-            metadata.add(name, dtype=dtype, shape=(None,) * example.dim())
-        return metadata
+        return _metadata(self._examples)
 
     def infer_impl(self, feed_dict: Mapping[str, Any]) -> "OrderedDict[str, torch.Tensor]":
         """Runs the module; gives tensors on the CPU.
@@ -110,7 +128,8 @@ class TorchRunner(BaseRunner):
         return OrderedDict((name, t.detach().cpu()) for name, t in zip(self._output_names, outputs, strict=True))
 
     def deactivate_impl(self) -> None:
-        """Lets go of the copy."""
+        """Lets go of the copy, and sets the experts back."""
+        self._until_deactivated.close()
         del self._active
 
 
@@ -129,6 +148,34 @@ class Float64Mode(TorchDispatchMode):
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             asked["dtype"] = torch.float64
         return func(*args, **asked)
+
+
+EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""Transformers' own; what it registers besides needs kernels of others."""
+
+
+@contextlib.contextmanager
+def experts_set_to(module: torch.nn.Module, implementation: str) -> Iterator[None]:
+    """While the block runs, the experts of the Transformers models in ``module`` run ``implementation``.
+
+    Raises:
+        InputError: it is none of `EXPERTS_IMPLEMENTATIONS`, or the module has no experts to set.
+    """
+    if implementation not in EXPERTS_IMPLEMENTATIONS:
+        taken = ", ".join(EXPERTS_IMPLEMENTATIONS)
+        raise InputError(f"the experts implementation was '{implementation}'; {taken} are taken")
+    switched = [part for part in module.modules() if callable(getattr(part, "set_experts_implementation", None))][:1]
+    if not switched:
+        raise InputError(
+            f"{type(module).__name__} is no Transformers model: it has no experts to run as '{implementation}'"
+        )
+    model: Any = switched[0]
+    before = model.get_experts_implementation()
+    try:
+        model.set_experts_implementation(implementation)
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 def float64_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -179,8 +226,82 @@ def _from_ort(value: Any) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.bfloat16).reshape(shape).clone()
 
 
-def ort_session(path: str | os.PathLike[str]) -> Callable[[], onnxruntime.InferenceSession]:
+class KernelRunner(BaseRunner):
+    """Runs one tail by the kernel's host build."""
+
+    def __init__(
+        self,
+        library: KernelLibrary,
+        spec: OperatorSpec,
+        example_inputs: Mapping[str, torch.Tensor],
+        attributes: Mapping[str, object],
+        *,
+        name: str = "kernel-host",
+    ) -> None:
+        """Makes a runner.
+
+        Args:
+            library: the host build.
+            spec: the operator.
+            example_inputs: names, dtypes and ranks of the inputs.
+            attributes: the node's.
+            name: the runner's name in Polygraphy's results.
+        """
+        super().__init__(name=name, prefix="kernel")
+        self._library = library
+        self._spec = spec
+        self._examples = example_inputs
+        self._attributes = attributes
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        """Names, dtypes and ranks; every dimension is dynamic."""
+        return _metadata(self._examples)
+
+    def infer_impl(self, feed_dict: Mapping[str, Any]) -> "OrderedDict[str, torch.Tensor]":
+        """Runs the kernel on CPU tensors.
+
+        Raises:
+            InputError: the kernel does not take them.
+        """
+        tensors = {name: torch.as_tensor(feed_dict[name]) for name in self._examples}
+        started = time.perf_counter()
+        outputs = launch(self._spec, tensors, self._attributes, self._library, 0)
+        self.inference_time = time.perf_counter() - started
+        return OrderedDict(zip(self._spec.outputs, outputs, strict=True))
+
+
+Results = dict[str, dict[str, torch.Tensor]]
+"""Runner's name -> its outputs by name."""
+
+
+def side_by_side(runners: Sequence[BaseRunner], feed: Mapping[str, torch.Tensor]) -> Results:
+    """Runs all on the same inputs, by Polygraphy's Comparator.
+
+    Raises:
+        InputError: a runner does not take what it was given; one line says which.
+    """
+    from polygraphy.comparator import Comparator
+    from polygraphy.exception import PolygraphyException
+    from polygraphy.logger import G_LOGGER
+
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):
+        try:
+            results = Comparator.run(list(runners), data_loader=[dict(feed)])
+        except PolygraphyException as error:
+            names = ", ".join(runner.name for runner in runners)
+            raise InputError(f"{names} could not be compared: {' '.join(str(error).split())}") from error
+        return {
+            name: {output: torch.as_tensor(value) for output, value in iterations[0].items()}
+            for name, iterations in results
+        }
+
+
+def ort_session(path: str | os.PathLike[str], name: str | None = None) -> Callable[[], onnxruntime.InferenceSession]:
     """A loader of a CPU session for `OrtRunner`.
+
+    Args:
+        path: the ONNX file.
+        name: what to call it in messages; the path by default.
 
     Raises:
         InputError: when it is called: ONNX Runtime does not take the file.
@@ -193,7 +314,7 @@ def ort_session(path: str | os.PathLike[str]) -> Callable[[], onnxruntime.Infere
             return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its exceptions have no common base of their own
             reason = " ".join(str(error).split())
-            raise InputError(f"ONNX Runtime does not take '{Path(path)}': {reason}") from error
+            raise InputError(f"ONNX Runtime does not take {name or repr(str(Path(path)))}: {reason}") from error
 
     return load
 

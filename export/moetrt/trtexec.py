@@ -6,11 +6,14 @@ that NVIDIA documents for trtexec alone and that tensorrt_rtx is taken to share 
 
 import os
 import shlex
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moetrt.errors import InputError
+from moetrt.trtexec_files import version_in
 
 Shape = Sequence[int]
 Profile = tuple[Shape, Shape, Shape]
@@ -67,9 +70,52 @@ def tool(key: str) -> Tool:
     return TOOLS[key]
 
 
+def key_of_version(version: str) -> str:
+    """The tool that trtexec of this version is, such as "trtexec-10" for 10.16.1.
+
+    Raises:
+        InputError: it is too old or newer than what is known.
+    """
+    numbers = [int(part) for part in version.split(".")]
+    if numbers[:2] >= [10, 8] and numbers[0] <= 11:
+        return f"trtexec-{numbers[0]}"
+    raise InputError(f"trtexec is of TensorRT {version}; 10.8 to 11 are taken")
+
+
+def find_executable(name: str) -> Path | None:
+    """Looks for a tool's executable: on PATH, then in TensorRT_ROOT, then where NVIDIA's packages put it."""
+    found = shutil.which(name)
+    if found:
+        return Path(found)
+    roots = [root for root in (os.environ.get("TensorRT_ROOT"), "/usr/src/tensorrt") if root]
+    places = [Path(root) / "bin" / name for root in roots]
+    return next((place for place in places if os.access(place, os.X_OK) and place.is_file()), None)
+
+
+def version_of(executable: str | os.PathLike[str]) -> str | None:
+    """The version of TensorRT that an executable's help names; None where it does not run or does not say."""
+    try:
+        done = subprocess.run(
+            [executable, "--help"], capture_output=True, text=True, errors="replace", timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return version_in(done.stdout + done.stderr)
+
+
 def shapes_text(shapes: Mapping[str, Shape]) -> str:
-    """Spells shapes as the tools take them: ``name:1x16,other:1x16``."""
-    return ",".join(f"{name}:{'x'.join(str(size) for size in shape)}" for name, shape in shapes.items())
+    """Spells shapes as the tools take them: ``name:1x16,other:1x16``; a name with a colon goes in single quotes.
+
+    Raises:
+        InputError: a name has a comma or a single quote, which the tools do not take.
+    """
+    return ",".join(f"{_name(name)}:{'x'.join(map(str, shape)) or 'scalar'}" for name, shape in shapes.items())
+
+
+def _name(name: str) -> str:
+    if "," in name or "'" in name:
+        raise InputError(f"input '{name}' has a comma or a quote in its name, which trtexec does not take")
+    return f"'{name}'" if ":" in name else name
 
 
 def build_command(
@@ -110,6 +156,8 @@ def run_command(
     shapes: Mapping[str, Shape] | None = None,
     export_prefix: str | os.PathLike[str] | None = None,
     per_layer: bool = False,
+    inputs: Mapping[str, str | os.PathLike[str]] | None = None,
+    seconds: float | None = None,
 ) -> list[str]:
     """The command that times an engine.
 
@@ -120,13 +168,19 @@ def run_command(
         shapes: input name -> sizes to run at; None for a model without dynamic dimensions.
         export_prefix: ``<prefix>.times.json`` (and, per layer, ``.profile.json`` and ``.layers.json``) are written.
         per_layer: also profile each layer, in a pass of its own.
+        inputs: input name -> file with its raw bytes; random numbers for the rest.
+        seconds: measure for at least this long; None is the tool's own default, 3.
     """
     chosen = tool(tool_key)
     command = [chosen.executable, f"--loadEngine={Path(engine_path)}"]
     command += _plugin(plugin_library)
     if shapes:
         command.append(f"--shapes={shapes_text(shapes)}")
+    if inputs:
+        command.append("--loadInputs=" + ",".join(f"{_name(name)}:{file}" for name, file in inputs.items()))
     command += chosen.steady
+    if seconds is not None:
+        command.append(f"--duration={seconds:g}")
     if export_prefix is not None:
         command.append(f"--exportTimes={export_prefix}.times.json")
     if per_layer:
@@ -147,4 +201,8 @@ def command_text(command: Sequence[str], *, width: int = 100) -> str:
 
 
 def _plugin(library: str | os.PathLike[str] | None) -> list[str]:
-    return [] if library is None else [f"--dynamicPlugins={Path(library)}"]
+    if library is None:
+        return []
+    path = str(Path(library))
+    # A bare name would be looked for on the linker's path alone.
+    return [f"--dynamicPlugins={path if '/' in path else './' + path}"]

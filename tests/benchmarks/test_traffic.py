@@ -3,8 +3,9 @@
 import pytest
 
 from benchmarks.models import MODELS, ModelSize
-from benchmarks.traffic import Tail, bytes_moved, floor_seconds, main, tail_of, ways
+from benchmarks.traffic import main, tail_of
 from moetrt.errors import InputError
+from moetrt.traffic import Tail, bytes_moved, floor_seconds, ways
 
 # Each figure is written as rows of H elements, then what the router and gamma add.
 BY_HAND = [

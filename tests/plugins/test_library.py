@@ -6,20 +6,28 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from moetrt.cuda_op import kernel_params, launch
 from moetrt.errors import InputError, MoetrtError
 from moetrt.library import (
     ABI_VERSION,
     C_FUNCTIONS,
+    HOST_C_FUNCTIONS,
     LIBRARY_VARIABLE,
     TENSORRT_FUNCTIONS,
+    KernelLibrary,
     MoEFinalizeParams,
     PluginLibrary,
     build_plugin_library,
+    find_host_library,
     find_plugin_library,
     library_sha256,
+    load_host_library,
     load_plugin_library,
 )
+from moetrt.reference import reference
+from tests.operator_cases import make_case
 
 ROOT = Path(__file__).parents[2]
 HEADER = ROOT / "plugins" / "include" / "moetrt" / "moe_finalize.h"
@@ -157,3 +165,53 @@ def test_a_build_without_a_compiler_says_what_to_install(
         "install g++ (Debian, Ubuntu: apt-get install g++)"
     )
     assert capsys.readouterr().out == ""
+
+
+@pytest.fixture(scope="module")
+def host_library() -> KernelLibrary:
+    return load_host_library()
+
+
+def test_the_host_build_exports_its_interface_and_needs_nothing_of_cuda() -> None:
+    found = find_host_library()
+    symbols = [line.split()[-1] for line in run("nm", "-D", "--defined-only", found).splitlines()]
+    assert sorted(symbols) == sorted(HOST_C_FUNCTIONS)
+    assert "cuda" not in run("ldd", found)
+
+
+def test_the_host_build_runs_the_same_call(host_library: KernelLibrary) -> None:
+    case = make_case(dtype=torch.bfloat16, gate=True, hidden=72)
+    outputs = launch(case.spec, case.tensors, case.attributes, host_library, 0)
+    wanted = reference(case.spec, case.tensors, case.attributes)
+    for output, right in zip(outputs, wanted, strict=True):
+        # One unit in the last place of bf16: the sums' order differs.
+        torch.testing.assert_close(output, right, rtol=2**-7, atol=2**-7)
+
+
+def test_the_host_builds_refusals_are_lines(host_library: KernelLibrary) -> None:
+    with pytest.raises(InputError, match=r"^top_k is 0, taken is 1 to 2147483647$"):
+        host_library.moe_finalize(MoEFinalizeParams(top_k=0))
+    case = make_case(hidden=7)
+    outputs = {name: torch.zeros(6, 7) for name in case.spec.outputs}
+    params = kernel_params(case.spec, case.tensors, case.spec.complete(case.attributes), outputs)
+    with pytest.raises(InputError, match=r"^tactic 99 does not run these params$"):
+        host_library.moe_finalize(params, tactic=99)
+
+
+def test_a_missing_host_build_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = tmp_path / "libmoetrt_plugins.so"
+    plugin.write_bytes(b"")
+    monkeypatch.setenv("MOETRT_PLUGIN_LIBRARY", str(plugin))
+    monkeypatch.delenv("MOETRT_HOST_LIBRARY", raising=False)
+    with pytest.raises(InputError) as caught:
+        load_host_library()
+    assert str(caught.value) == (
+        f"the kernel's host build libmoetrt_host.so is not in '{tmp_path}'; "
+        "build it with 'moetrt doctor --build' or set MOETRT_HOST_LIBRARY"
+    )
+    monkeypatch.setenv("MOETRT_HOST_LIBRARY", str(tmp_path / "none.so"))
+    with pytest.raises(InputError, match=r"^the kernel's host build \(MOETRT_HOST_LIBRARY\) '.*' does not exist$"):
+        load_host_library()
+    monkeypatch.setenv("MOETRT_HOST_LIBRARY", str(plugin))
+    with pytest.raises(InputError, match=r"^the kernel's host build '.*' cannot be loaded: "):
+        load_host_library()

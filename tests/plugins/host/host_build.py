@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 KERNEL = ROOT / "plugins" / "kernel"
 INCLUDE = ROOT / "plugins" / "include"
-SIMULATOR = HERE / "sim"
+HOST = ROOT / "plugins" / "host"
+SIMULATOR = HOST / "sim"
 BUILD = ROOT / "build" / "host"
 
 COMMON_FLAGS = ("-std=c++20", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
@@ -43,12 +44,12 @@ THREAD = Variant("thread", "-O0", ("-fsanitize=thread",), ("-DGPUSIM_TSAN",))
 
 def build_library(kernel: Path = KERNEL) -> Path:
     """The library with the C interface of moetrt/moe_finalize.h, with moe_finalize.cu and .cuh from ``kernel``."""
-    return _link(PLAIN, [HERE / "host_library.cpp"], kernel, "-shared", ".so")
+    return _link(PLAIN, [HERE / "host_probes.cpp"], kernel, "-shared", ".so")
 
 
 def build_runner(variant: Variant, kernel: Path = KERNEL) -> Path:
     """The executable that runs files of cases (case_runner.cpp), with moe_finalize.cu and .cuh from ``kernel``."""
-    return _link(variant, [HERE / "host_library.cpp", HERE / "case_runner.cpp"], kernel, "-pie", "")
+    return _link(variant, [HERE / "host_probes.cpp", HERE / "case_runner.cpp"], kernel, "-pie", "")
 
 
 def changed_kernel(old: str, new: str) -> Path:
@@ -68,7 +69,8 @@ def _compiler() -> str:
 
 
 def _link(variant: Variant, sources: list[Path], kernel: Path, kind: str, suffix: str) -> Path:
-    core = [KERNEL / "moe_finalize_check.cpp", KERNEL / "moe_finalize_tactics.cpp", SIMULATOR / "simulator.cpp"]
+    core = [KERNEL / "moe_finalize_check.cpp", KERNEL / "moe_finalize_tactics.cpp"]
+    core += [HOST / "host_library.cpp", SIMULATOR / "simulator.cpp"]
     objects = [_compile(variant, source, KERNEL) for source in [*core, *sources]]
     objects.append(_compile(variant, kernel / "moe_finalize.cu", kernel))
     return _cached([_compiler(), kind, *variant.instrumentation, *map(str, objects)], [], suffix)

@@ -6,8 +6,8 @@
 // there, every thread before the launch's end, and the kernel before this one on the stream only before its threads
 // have waited for that one, where the launch lets them start earlier. Shuffles give no order, nor do the switches
 // between fibers, nor one CTA to the next.
-#ifndef MOETRT_TESTS_HOST_SIMULATOR_H
-#define MOETRT_TESTS_HOST_SIMULATOR_H
+#ifndef MOETRT_HOST_SIMULATOR_H
+#define MOETRT_HOST_SIMULATOR_H
 
 #include <cstddef>
 #include <cstdint>

@@ -1,6 +1,6 @@
 // CUDA C++ as the kernel speaks it, on the simulator: compiles the kernel's source with a host compiler as it stands.
-#ifndef MOETRT_TESTS_HOST_CUDA_RUNTIME_H
-#define MOETRT_TESTS_HOST_CUDA_RUNTIME_H
+#ifndef MOETRT_HOST_CUDA_RUNTIME_H
+#define MOETRT_HOST_CUDA_RUNTIME_H
 
 #include <bit>
 #include <cmath>

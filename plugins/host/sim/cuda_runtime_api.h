@@ -1,6 +1,6 @@
 // The CUDA runtime's types that the launch's header names, for a build without CUDA.
-#ifndef MOETRT_TESTS_HOST_CUDA_RUNTIME_API_H
-#define MOETRT_TESTS_HOST_CUDA_RUNTIME_API_H
+#ifndef MOETRT_HOST_CUDA_RUNTIME_API_H
+#define MOETRT_HOST_CUDA_RUNTIME_API_H
 
 #include <cstddef>
 

@@ -1,6 +1,6 @@
 // Thread-block clusters as cooperative_groups.h spells them, on the simulator.
-#ifndef MOETRT_TESTS_HOST_COOPERATIVE_GROUPS_H
-#define MOETRT_TESTS_HOST_COOPERATIVE_GROUPS_H
+#ifndef MOETRT_HOST_COOPERATIVE_GROUPS_H
+#define MOETRT_HOST_COOPERATIVE_GROUPS_H
 
 #include "simulator.h"
 

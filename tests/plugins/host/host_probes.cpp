@@ -1,53 +1,15 @@
-// The C interface of moetrt/moe_finalize.h over the host build of the kernel, with "device" memory being the process's.
+// What the tests ask of the host build beside its C interface: its devices, choices and conversions.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <bit>
 #include <cstdint>
-#include <string>
 
 #include "moe_finalize_launch.h"
 #include "simulator.h"
 
-namespace {
-
-thread_local std::string lastError;
-
-}  // namespace
-
 extern "C" {
-
-const char* moetrt_last_error(void) {
-    return lastError.c_str();
-}
-
-int32_t moetrt_moe_finalize_with_tactic(const moetrt_moe_finalize_params* params, int32_t tactic, void* stream) {
-    lastError = moetrt::checkMoEFinalize(*params);
-    if (!lastError.empty()) {
-        return 1;
-    }
-    const moetrt::Device* device = nullptr;
-    cudaError_t error = moetrt::currentDevice(device);
-    if (error == cudaSuccess) {
-        const moetrt::Tactic& chosen = tactic == MOETRT_TACTIC_DEFAULT
-                                           ? **moetrt::usefulTactics(*params, device->properties).begin()
-                                           : *moetrt::findTactic(tactic);
-        if (!moetrt::runsTactic(chosen, *params, device->properties)) {
-            lastError = std::string(chosen.name) + " does not run this";
-            return 1;
-        }
-        error = moetrt::launchMoEFinalize(*params, *device, chosen, static_cast<cudaStream_t>(stream));
-    }
-    if (error != cudaSuccess) {
-        lastError = cudaGetErrorString(error);
-    }
-    return static_cast<int32_t>(error);
-}
-
-int32_t moetrt_moe_finalize(const moetrt_moe_finalize_params* params, void* stream) {
-    return moetrt_moe_finalize_with_tactic(params, MOETRT_TACTIC_DEFAULT, stream);
-}
 
 /// Chooses one of the simulator's devices.
 void moetrt_host_set_device(int32_t ordinal) {

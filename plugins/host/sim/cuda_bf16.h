@@ -1,6 +1,6 @@
 // bfloat16 as cuda_bf16.h spells it, with conversions in integer arithmetic (proven by test_conversions.py).
-#ifndef MOETRT_TESTS_HOST_CUDA_BF16_H
-#define MOETRT_TESTS_HOST_CUDA_BF16_H
+#ifndef MOETRT_HOST_CUDA_BF16_H
+#define MOETRT_HOST_CUDA_BF16_H
 
 #include <bit>
 #include <cstdint>

@@ -1,0 +1,401 @@
+"""A benchmark's figures: what its files say, the plugin against the native layers, end to end and tail by tail.
+
+Which time is a tail's: the profile has a time for each layer, and the engine says of each layer which ONNX nodes it
+computes. A layer whose nodes are all one tail's is that tail's alone. A layer that computes nodes of a tail and of
+something else (TensorRT fuses across the border) has one time that cannot be divided: it is kept apart, and the ratio
+is given as a range, from none of it to all of it. A layer without a word about its nodes counts for a tail only where
+its name has the tail's node name in it; else it is unattributed, and its share of the time is given.
+"""
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetrt.bench_plan import MANIFEST, NATIVE, PLUGIN, Plan, Point, TailOfModel
+from moetrt.errors import InputError
+from moetrt.trtexec_files import Layer, Log, first_error, read_layers, read_log, read_profile, read_times
+
+FORMAT = "moetrt.bench/1"
+
+STATISTICS = (
+    "Each run gives the median of its queries (end to end) or of its iterations (a layer; a tail is the sum of its "
+    "layers' medians). A figure is the median of those over the repeats, its spread the interquartile range. A ratio "
+    "is taken within each repeat, native over plugin, and then treated alike."
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over the repeats."""
+
+    runs: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.runs)
+
+    @property
+    def iqr(self) -> float | None:
+        """The interquartile range; None for a single run."""
+        if len(self.runs) < 2:
+            return None
+        lower, _, upper = statistics.quantiles(self.runs, n=4, method="inclusive")
+        return upper - lower
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figure for JSON."""
+        return {"median": self.median, "iqr": self.iqr, "runs": list(self.runs)}
+
+    def text(self, digits: int = 1, unit: float = 1.0) -> str:
+        """``median +- iqr``, times ``unit``."""
+        spread = "" if self.iqr is None else f" ± {self.iqr * unit:.{digits}f}"
+        return f"{self.median * unit:.{digits}f}{spread}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """A figure of which only bounds can be told: ``low`` without the layers that are shared, ``high`` with them."""
+
+    low: Spread
+    high: Spread
+
+    @property
+    def exact(self) -> bool:
+        return self.low == self.high
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figure for JSON; ``exact`` says whether both bounds are one."""
+        return {"low": self.low.as_dict(), "high": self.high.as_dict(), "exact": self.exact}
+
+    def text(self, digits: int = 1, unit: float = 1.0) -> str:
+        """One figure where it is exact, else the medians of both bounds."""
+        if self.exact:
+            return self.low.text(digits, unit)
+        return f"{self.low.median * unit:.{digits}f} to {self.high.median * unit:.{digits}f}"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The plugin and the native layers at one point, end to end, of one tail or of all tails.
+
+    Attributes:
+        name: what is compared.
+        plugin_ms, native_ms: GPU time, milliseconds.
+        ratio: native over plugin within each repeat; above 1 the plugin is faster.
+        floor_bytes: what must be moved; None where it is not known, or for the whole model.
+        layers: by way, the names of the layers that are its own and of those that it shares.
+    """
+
+    name: str
+    plugin_ms: Range
+    native_ms: Range
+    ratio: Range
+    floor_bytes: int | None = None
+    layers: dict[str, dict[str, list[str]]] | None = None
+
+    def as_dict(self, bandwidth: float | None) -> dict[str, Any]:
+        """The figures for JSON; the floor is in milliseconds at ``bandwidth`` bytes a second."""
+        content: dict[str, Any] = {
+            "name": self.name,
+            "plugin_ms": self.plugin_ms.as_dict(),
+            "native_ms": self.native_ms.as_dict(),
+            "ratio": self.ratio.as_dict(),
+        }
+        if self.layers is not None:
+            content["layers"] = self.layers
+            floor = self.floor_ms(bandwidth)
+            content["floor"] = {"bytes": self.floor_bytes, "ms": floor}
+            if floor is not None:
+                content["floor"]["of_plugin_time"] = floor / self.plugin_ms.high.median
+        return content
+
+    def floor_ms(self, bandwidth: float | None) -> float | None:
+        """The time that its bytes take at that bandwidth; None where either is not known."""
+        if self.floor_bytes is None or bandwidth is None:
+            return None
+        return self.floor_bytes / bandwidth * 1e3
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """What came out at one point.
+
+    Attributes:
+        point: its sizes.
+        end_to_end: GPU time of a whole query.
+        tails: each tail, in the order of the model.
+        all_tails: their sum; a layer that two tails share counts once.
+        share: by way: the tails' part of the profile's time, 0 to 1.
+        unattributed: by way: the part of the profile's time in layers that say nothing of their nodes.
+    """
+
+    point: Point
+    end_to_end: Compared
+    tails: tuple[Compared, ...]
+    all_tails: Compared
+    share: dict[str, Range]
+    unattributed: dict[str, Spread]
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What a benchmark gave.
+
+    Attributes:
+        plan: what was run.
+        command: that makes the benchmark again; None where it was planned from Python.
+        versions: of moetrt, and of TensorRT as the logs say.
+        device: the GPU's name.
+        bandwidth: bytes a second that the floor is for; None where neither the user nor the log told.
+        bandwidth_source: where it comes from.
+        points: the figures.
+        notes: what a reader of the figures should know, trtexec's own warnings among them.
+    """
+
+    plan: Plan
+    command: str | None
+    versions: dict[str, str]
+    device: str | None
+    bandwidth: float | None
+    bandwidth_source: str
+    points: tuple[PointResult, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result for JSON."""
+        plan = self.plan
+        return {
+            "format": FORMAT,
+            "command": self.command,
+            "versions": self.versions,
+            "model": {"file": plan.model, "sha256": plan.model_sha256},
+            "library": {"file": plan.library, "sha256": plan.library_sha256},
+            "tool": plan.tool,
+            "device": self.device,
+            "bandwidth": {"bytes_per_second": self.bandwidth, "source": self.bandwidth_source},
+            "repeats": plan.repeats,
+            "statistics": STATISTICS,
+            "points": [
+                {
+                    "name": entry.point.name,
+                    "shapes": {name: list(shape) for name, shape in entry.point.shapes.items()},
+                    "end_to_end": entry.end_to_end.as_dict(None),
+                    "all_tails": entry.all_tails.as_dict(self.bandwidth),
+                    "share_in_tails": {way: share.as_dict() for way, share in entry.share.items()},
+                    "unattributed": {way: share.as_dict() for way, share in entry.unattributed.items()},
+                    "tails": [tail.as_dict(self.bandwidth) for tail in entry.tails],
+                }
+                for entry in self.points
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def read_result(
+    plan: Plan, folder: Path, manifest: Mapping[str, Any], *, bandwidth: float | None = None
+) -> BenchResult:
+    """Reads a benchmark's files and works its figures out.
+
+    Args:
+        plan, manifest: as `read_manifest` gave them.
+        folder: where the files lie.
+        bandwidth: of the GPU's memory, bytes a second; None takes what the logs tell.
+
+    Raises:
+        InputError: a file is missing, cut off, of another benchmark or of another version of TensorRT; or the engine
+            with the plugin has no layer for a tail.
+    """
+    logs = [_log(plan, folder, plan.build_log(way), way) for way in (PLUGIN, NATIVE)]
+    runs: dict[tuple[str, int, str], _Run] = {}
+    for point, repeat, way in plan.runs():
+        prefix = plan.prefix(point, repeat, way)
+        logs.append(_log(plan, folder, f"{prefix}.log", way))
+        runs[point.name, repeat, way] = _Run(plan, folder, prefix)
+    told = [log for _, log, _ in logs]
+    version = _one([(file, log.version) for file, log, _ in logs], "TensorRT")
+    device = _one([(file, log.device) for file, log, _ in logs], "the GPU")
+    library = _one([(file, library) for file, _, library in logs if library != "none"], "the plugin library")
+    notes = [*manifest["notes"], *(warning for log in told for warning in log.warnings)]
+    if version is None:
+        notes.append("the logs do not say which TensorRT was run")
+    if library != plan.library_sha256:
+        notes.append(f"the plugin library that ran is another than {MANIFEST}'s: its SHA-256 is {library}")
+    source = "given"
+    if bandwidth is None:
+        bandwidth = next((log.bandwidth for log in told if log.bandwidth is not None), None)
+        source = "bus width x memory clock x 2, from the log" if bandwidth is not None else "not known"
+    return BenchResult(
+        plan=plan,
+        command=manifest["command"],
+        versions={**manifest["versions"], **({"TensorRT": version} if version else {})},
+        device=device,
+        bandwidth=bandwidth,
+        bandwidth_source=source,
+        points=tuple(_point_result(plan, index, runs) for index in range(len(plan.points))),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _log(plan: Plan, folder: Path, name: str, way: str) -> tuple[Path, Log, str]:
+    """The log, checked, with the library's sum in its first line."""
+    path = folder / name
+    if not path.exists():
+        raise InputError(f"log '{path}' does not exist: the benchmark was not run, or not to its end")
+    log = read_log(path)
+    stamp, _, library = log.text.partition("\n")[0].rpartition(" ")
+    if stamp != plan.stamp(way):
+        raise InputError(f"log '{path}' is of another benchmark than {MANIFEST} beside it; run the benchmark again")
+    if plan.tool.startswith("trtexec-"):
+        if log.version is None:
+            raise InputError(f"log '{path}' names no TensorRT version; the run did not start: {first_error(log.text)}")
+        if log.version.partition(".")[0] != plan.tool.removeprefix("trtexec-"):
+            raise InputError(f"log '{path}' is of TensorRT {log.version}; this benchmark is for {plan.tool}")
+    return path, log, library
+
+
+def _one(found: Sequence[tuple[Path, str | None]], what: str) -> str | None:
+    """The one value that all logs have; None where none has any."""
+    values = [(file, value) for file, value in found if value is not None]
+    for file, value in values[1:]:
+        if value != values[0][1]:
+            raise InputError(
+                f"the logs differ in {what}: '{values[0][0]}' has {values[0][1]}, '{file}' has {value}; "
+                "run the benchmark again on one machine"
+            )
+    return values[0][1] if values else None
+
+
+class _Run:
+    """The files of one run."""
+
+    def __init__(self, plan: Plan, folder: Path, prefix: str) -> None:
+        self.compute_ms = statistics.median(read_times(folder / f"{prefix}.times.json").compute_ms)
+        self.profile = read_profile(folder / f"{prefix}.profile.json")
+        layers = read_layers(folder / f"{prefix}.layers.json")
+        self.parts = {
+            entry.name: attribute(layers.get(entry.name, Layer(entry.name, None)), plan.tails)
+            for entry in self.profile.layers
+        }
+
+    def total(self, chosen: Iterable[str]) -> float:
+        names = set(chosen)
+        return sum(entry.median_ms for entry in self.profile.layers if entry.name in names)
+
+    def own(self, tails: set[str]) -> list[str]:
+        """The layers that are these tails' alone."""
+        return [name for name, part in self.parts.items() if part.tails and part.tails <= tails and not part.shared]
+
+    def shared(self, tails: set[str]) -> list[str]:
+        """The layers that compute something of these tails and something else."""
+        own = set(self.own(tails))
+        return [name for name, part in self.parts.items() if part.tails & tails and name not in own]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a layer computes.
+
+    Attributes:
+        tails: the tails that it has nodes of.
+        shared: whether it has other nodes too.
+        known: whether anything is known of it.
+    """
+
+    tails: frozenset[str]
+    shared: bool
+    known: bool
+
+
+def attribute(layer: Layer, tails: Sequence[TailOfModel]) -> Part:
+    """Which tails a layer computes nodes of; see the head of this file."""
+    if layer.origins is None:
+        named = frozenset(tail.name for tail in tails if _names(layer.name, tail.name))
+        return Part(named, len(named) > 1, bool(named))
+    by_origin = {tail.name: tail.name for tail in tails} | {
+        f"{tail.name} ({tail.operator})": tail.name for tail in tails
+    }
+    # "INNER | TAIL (OPERATOR)": the tail may itself lie in a function.
+    of = [{by_origin[word] for word in origin.split(" | ") if word in by_origin} for origin in layer.origins]
+    found = frozenset(name for names in of for name in names)
+    return Part(found, bool(found) and (any(not names for names in of) or len(found) > 1), True)
+
+
+def _names(layer: str, tail: str) -> bool:
+    """Whether a layer's name has the whole of a tail's name in it."""
+    return re.search(rf"(?<![\w./]){re.escape(tail)}(?![\w./])", layer) is not None
+
+
+def _point_result(plan: Plan, index: int, runs: dict[tuple[str, int, str], _Run]) -> PointResult:
+    point = plan.points[index]
+    repeats = range(1, plan.repeats + 1)
+    by_way = {way: [runs[point.name, repeat, way] for repeat in repeats] for way in (PLUGIN, NATIVE)}
+
+    def compared(name: str, tails: set[str], floor_bytes: int | None) -> Compared:
+        bounds: dict[str, Range] = {}
+        layers: dict[str, dict[str, list[str]]] = {}
+        for way, of_way in by_way.items():
+            own = [run.total(run.own(tails)) for run in of_way]
+            shared = [run.total(run.shared(tails)) for run in of_way]
+            bounds[way] = Range(Spread(tuple(own)), Spread(tuple(a + b for a, b in zip(own, shared, strict=True))))
+            layers[way] = {"own": of_way[0].own(tails), "shared": of_way[0].shared(tails)}
+        return _compared(name, bounds[PLUGIN], bounds[NATIVE], floor_bytes, layers)
+
+    for way, of_way in by_way.items():
+        for tail in plan.tails:
+            for run in of_way:
+                _check_tail(plan, point, way, tail, run)
+    whole = {way: Spread(tuple(run.compute_ms for run in of_way)) for way, of_way in by_way.items()}
+    floors = [tail.floor_bytes[index] for tail in plan.tails]
+    all_floor = None if None in floors else sum(floor for floor in floors if floor is not None)
+    all_tails = compared("all tails", {tail.name for tail in plan.tails}, all_floor)
+    share = {
+        way: Range(_share(bounds.low, by_way[way]), _share(bounds.high, by_way[way]))
+        for way, bounds in ((PLUGIN, all_tails.plugin_ms), (NATIVE, all_tails.native_ms))
+    }
+    unattributed = {
+        way: Spread(
+            tuple(
+                run.total(name for name, part in run.parts.items() if not part.known) / run.profile.total_ms
+                for run in of_way
+            )
+        )
+        for way, of_way in by_way.items()
+    }
+    return PointResult(
+        point=point,
+        end_to_end=_compared("end to end", Range(whole[PLUGIN], whole[PLUGIN]), Range(whole[NATIVE], whole[NATIVE])),
+        tails=tuple(compared(tail.name, {tail.name}, tail.floor_bytes[index]) for tail in plan.tails),
+        all_tails=all_tails,
+        share=share,
+        unattributed=unattributed,
+    )
+
+
+def _check_tail(plan: Plan, point: Point, way: str, tail: TailOfModel, run: _Run) -> None:
+    """The plugin is one layer, so that a time for it must be there; native layers may hide all they like."""
+    if run.profile.total_ms <= 0:
+        raise InputError(f"a {way} profile of point {point.name} has no time at all")
+    if way == PLUGIN and run.total(run.own({tail.name})) <= 0:
+        raise InputError(
+            f"no layer of the engine with the plugin is tail '{tail.name}' alone, or it took no time: was it built "
+            "with --dynamicPlugins and --profilingVerbosity=detailed?"
+        )
+
+
+def _share(part: Spread, runs: Sequence[_Run]) -> Spread:
+    return Spread(tuple(value / run.profile.total_ms for value, run in zip(part.runs, runs, strict=True)))
+
+
+def _compared(
+    name: str,
+    plugin: Range,
+    native: Range,
+    floor_bytes: int | None = None,
+    layers: dict[str, dict[str, list[str]]] | None = None,
+) -> Compared:
+    low = tuple(a / b for a, b in zip(native.low.runs, plugin.high.runs, strict=True))
+    high = tuple(a / b for a, b in zip(native.high.runs, plugin.low.runs, strict=True))
+    return Compared(name, plugin, native, Range(Spread(low), Spread(high)), floor_bytes, layers)

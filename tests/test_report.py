@@ -1,0 +1,509 @@
+"""`moetrt report` makes one page of what the commands left: the same facts as HTML, JSON and Markdown."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from moetrt import cli
+from moetrt.report import BAD, GOOD, MEASURED, MISSING, make_report
+from moetrt.report_files import find_files
+from moetrt.report_pages import html, json_text, markdown, write_report
+from tests.test_bench import DEVICE, Planted, here, tail_name
+
+SOURCE = "tests.models.families:deepseek_v3"
+"""A dense layer and a MoE layer with a shared expert."""
+
+POINT = "input_ids:2x8"
+FILES = ("mapping.json", "parity.json", "plugin.engine.json", "baseline.engine.json", "bench.json")
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture(scope="session")
+def commands_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every command ran on a small DeepSeek-V3, bench with a stand-in for trtexec."""
+    folder = tmp_path_factory.mktemp("report") / "model"
+
+    def run(*words: object) -> None:
+        assert cli.run([str(word) for word in words]) == 0
+
+    run("export", SOURCE, "-o", folder)
+    run("map", folder / "model.onnx", "-o", folder / "mapped.onnx", "--report", folder / "mapping.json")
+    run("compare", folder / "mapped.onnx", "--against", SOURCE, "--json", folder / "parity.json")
+    run("build", folder / "mapped.onnx", "-o", folder / "plugin.engine")
+    run("build", folder / "mapped.onnx", "-o", folder / "baseline.engine", "--no-plugin")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        here(Planted(folder.parent / "tool", tail_name(folder / "mapped.onnx")), monkeypatch)
+        run(
+            "bench",
+            folder / "mapped.onnx",
+            "-o",
+            folder,
+            "--repeats",
+            "3",
+            "--bandwidth",
+            "4.8",
+            "--point",
+            POINT,
+        )
+    assert (folder / "report.html").is_file(), "bench ends with the page of its folder"
+    return folder
+
+
+@pytest.fixture
+def folder(commands_run: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    copy = tmp_path / "model"
+    shutil.copytree(commands_run, copy, ignore=shutil.ignore_patterns("report.*", "*.engine", "libmoetrt*"))
+    return copy
+
+
+def changed(path: Path, change: Change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def only(folder: Path, *names: str) -> Path:
+    """``folder`` with these of our JSON files alone."""
+    for name in set(FILES) - set(names):
+        (folder / name).unlink()
+    return folder
+
+
+class Page(HTMLParser):
+    """A page's elements, and its text by the id of the section that it is in ("" before the first)."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: dict[str, str] = {"": ""}
+        self._section, self._style = "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "section":
+            self._section = str(dict(attrs)["id"])
+            self.text[self._section] = ""
+        self._style = tag == "style"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._style = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._style:
+            self.text[self._section] += data
+
+    @property
+    def whole(self) -> str:
+        return " ".join(" ".join(self.text.values()).split())
+
+
+def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *options: object) -> str:
+    """The line with which `moetrt report` refuses; no page is there afterwards, nor a part of one."""
+    before = sorted(os.listdir(folder)) if folder.is_dir() else None
+    capsys.readouterr()
+    assert cli.run(["report", str(folder), *map(str, options)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert len(lines) == 1, lines
+    assert before == (sorted(os.listdir(folder)) if folder.is_dir() else None)
+    return lines[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ the facts
+
+
+def test_every_figure_of_the_files_is_in_all_three(folder: Path) -> None:
+    report = make_report(folder)
+    texts = [Page(html(report)).whole, " ".join(markdown(report).replace("\\", "").split()), json_text(report)]
+    mapping, parity, bench = (json.loads((folder / name).read_text()) for name in FILES[:2] + FILES[4:])
+    for content in (json.loads((folder / name).read_text()) for name in FILES):
+        said = [content["command"], *content["versions"].values(), content["format"]]
+        for text in texts:
+            assert all(json.dumps(word)[1:-1] in text or word in text for word in said)
+    hashes = [
+        hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (*FILES, "mapped.onnx", "model.onnx")
+    ]
+    assert all(value in text for value in hashes for text in texts)
+    for site in mapping["sites"]:
+        assert all(site["name"] in text for text in texts)
+    figures = [
+        f"{value:.2e}"
+        for output in parity["outputs"]
+        for value in (
+            output["rms"],
+            output["worst"],
+            *output["pytorch"].values(),
+            *output["tolerance"].values(),
+        )
+        if value
+    ]
+    assert len(figures) > 20
+    # PyTorch's worst error alone is not shown: the worst element has its value.
+    shown = [f for f in figures if f not in {f"{output['pytorch']['worst']:.2e}" for output in parity["outputs"]}]
+    for text in texts[:2]:
+        assert [figure for figure in shown if figure not in text] == []
+        (point,) = bench["points"]
+        for what in ("end_to_end", "all_tails"):
+            for way in ("plugin_ms", "native_ms"):
+                assert f"{point[what][way]['low']['median'] * 1e3:.1f}" in text
+        assert DEVICE in text
+    facts = json.loads(texts[2], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert facts["format"] == "moetrt.report/1"
+    assert [output["rms"] for output in facts["parity"][0]["outputs"]] == [o["rms"] for o in parity["outputs"]]
+
+
+def test_the_verdicts_come_first_and_are_the_files_own(folder: Path) -> None:
+    report = make_report(folder)
+    assert [(verdict.what, verdict.state) for verdict in report.verdicts] == [
+        ("Mapping", GOOD),
+        ("Parity", GOOD),
+        ("Engines", GOOD),
+        ("Benchmarks", MEASURED),
+    ]
+    # The stand-in's planted times: 1.0 and 0.5 ms end to end, 0.4 and 0.2 in the tail.
+    assert "2.00 times the plugin's time end to end and 2.00 times in the tails" in report.verdicts[3].text
+    assert report.passed
+    page = Page(html(report))
+    assert all(verdict.text in page.text[""] for verdict in report.verdicts)
+
+
+def test_what_fell_short_is_said_first(folder: Path) -> None:
+    def fail(content: dict[str, Any]) -> None:
+        content["passed"], content["cause"] = False, "shared_output is 2 times what it should be"
+        content["outputs"][0] |= {"passed": False, "worst": None, "rms": None, "ratio": None, "nan": 7}
+        content["outputs"][0]["worst_element"] |= {"index": [], "runner": None}
+        content["tails"][0] |= {"passed": False, "cause": "shared_output twice"}
+
+    changed(folder / "parity.json", fail)
+    changed(
+        folder / "mapping.json", lambda c: c.update(complete=False, mapped=0) or c["sites"][0].update(matched=False)
+    )
+    changed(folder / "plugin.engine.json", lambda content: content.update(plugin_layers=[]))
+    report = make_report(folder)
+    assert [verdict.state for verdict in report.verdicts] == [BAD, BAD, BAD, MEASURED]
+    assert not report.passed
+    for text in (Page(html(report)).whole, markdown(report).replace("\\", "")):
+        assert "Not every check passed" in text
+        assert "shared_output is 2 times what it should be" in text
+        assert "shared_output twice" in text
+        assert "not finite" in text
+        assert "7 / 0" in text
+        assert "finalize only" in text
+
+
+def test_the_picture_has_the_nodes_that_the_mapped_file_lost(folder: Path) -> None:
+    """One tail: what the source has and the mapped file has not is that tail, whoever asks."""
+    source, mapped = (
+        onnx.load(folder / name, load_external_data=False).graph for name in ("model.onnx", "mapped.onnx")
+    )
+    kept = {(node.op_type, *node.output) for node in mapped.node}
+    lost = [node.op_type for node in source.node if (node.op_type, *node.output) not in kept]
+    mapping = make_report(folder).mapping
+    assert mapping is not None
+    picture = mapping.picture
+    assert picture is not None
+    assert [node.op_type for node in picture.nodes] == lost
+    # The finalize, the shared expert and the residual added, and the norm.
+    assert lost[0] == "MoEFinalizeAdd"
+    assert [lost.count(op_type) for op_type in ("Reshape", "Add", "ReduceMean", "Mul")] == [1, 3, 1, 2]
+    page = html(make_report(folder))
+    drawn = page[page.index("Before mapping") : page.index("After mapping")]
+    for node in picture.nodes:
+        assert f"</title>{node.op_type}</text>" in drawn
+    for operand in (*picture.site.inputs, *picture.site.outputs):
+        assert f"{operand.name}: {operand.described}" in page[page.index("After mapping") :]
+
+
+@pytest.mark.parametrize("lost", ["model.onnx", "mapped.onnx"])
+def test_a_model_that_is_gone_is_said_and_the_rest_stays(folder: Path, lost: str) -> None:
+    (folder / lost).unlink()
+    report = make_report(folder)
+    assert report.mapping is not None
+    assert report.mapping.picture is None
+    assert "is not there any more, so there is no picture" in Page(html(report)).text["mapping"]
+    assert "is not there any more, so there is no picture" in markdown(report)
+    assert report.verdicts[0].state == GOOD
+
+
+def test_a_source_that_was_exported_again_gives_no_picture(folder: Path) -> None:
+    with (folder / "model.onnx").open("ab") as file:
+        file.write(b"\x72\x00")
+    assert "another one than was mapped" in Page(html(make_report(folder))).text["mapping"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "section", "what", "words"),
+    [
+        (FILES[1:], "mapping", "mapping report", "moetrt map"),
+        (("mapping.json",), "parity", "comparison", "moetrt compare"),
+        (("mapping.json",), "benchmarks", "benchmark", "moetrt bench"),
+        (("mapping.json",), "engines", "engine", "moetrt build"),
+    ],
+)
+def test_a_part_that_is_missing_is_one_sentence_and_its_command(
+    folder: Path, kept: tuple[str, ...], section: str, what: str, words: str
+) -> None:
+    report = make_report(only(folder, *kept))
+    page = html(report)
+    text = Page(page).text[section]
+    assert f"There is no {what} here. This makes one:" in text
+    assert f"There is no {what} here. This makes one:" in markdown(report)
+    part = page[page.index(f'id="{section}"') :]
+    assert not re.search(r"<svg|<table", part[: part.index("</section>")])
+    (command,) = [part.command for part in report.missing if part.what == what]
+    assert command.startswith(words)
+    assert command in text
+    program, name, *rest = command.split()
+    with cli.cli.commands[name].make_context(name, rest) as context:
+        assert program == "moetrt"
+        assert context.params
+
+
+def states(folder: Path) -> list[tuple[str, str]]:
+    mapping = make_report(folder).mapping
+    assert mapping is not None
+    return [(layer.label, layer.state) for layer in mapping.layers]
+
+
+def test_layers_without_a_tail_are_dense_only_where_all_tails_were_found(folder: Path) -> None:
+    assert states(folder) == [("0", "dense"), ("1", "mapped")]
+    assert 'title="Layer 0: dense"' in html(make_report(folder))
+    changed(folder / "mapping.json", lambda content: content.update(expected=2, complete=False))
+    assert states(folder) == [("0", "no tail found"), ("1", "mapped")]
+    changed(folder / "mapping.json", lambda content: content["sites"][0].update(matched=False, operator=None))
+    assert states(folder) == [("0", "no tail found"), ("1", "not mapped")]
+    (folder / "mapped.onnx").unlink()
+    assert states(folder) == [("1", "not mapped")]
+
+
+def test_tails_that_were_plugin_nodes_before_have_no_picture(folder: Path) -> None:
+    """As the contract exports them: what lies in the file before mapping is the plugin node already."""
+    changed(folder / "mapping.json", lambda content: content["sites"][0].update(form="mapped before"))
+    text = Page(html(make_report(folder))).text["mapping"]
+    assert "The tails were plugin nodes before mapping" in text
+    assert "nodes of" not in text
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_a_folder_without_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds nothing to report on: no JSON file of moetrt map --report, moetrt compare" in refusal(
+        tmp_path, capsys
+    )
+    assert "does not exist" in refusal(tmp_path / "none", capsys)
+    (tmp_path / "file").write_text("")
+    assert "is not a folder" in refusal(tmp_path / "file", capsys)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_cut_off(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (folder / name).read_text()
+    for end in (0, 60, len(text) // 2, len(text) - 3):
+        (folder / name).write_text(text[:end])
+        assert f"{name}' is cut off, or was changed: it is no JSON" in refusal(folder, capsys)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_version(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(folder / name, lambda content: content.update(format=content["format"].replace("/1", "/2")))
+    assert re.search(
+        rf"{name}': its format was moetrt\.\w+/2; this version .* reads moetrt\.\w+/1", refusal(folder, capsys)
+    )
+
+
+def test_a_file_that_lacks_a_part(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each key of each file, one at a time: a page, or a line that names the file, never a fault of ours."""
+    for name in FILES:
+        whole = (folder / name).read_text()
+        for key in json.loads(whole):
+            changed(folder / name, lambda content, key=key: content.pop(key))
+            code = cli.run(["report", str(folder)])
+            error = capsys.readouterr().err
+            assert (code, error) == (0, "") or (code == 2 and name in error and error.count("\n") == 1), (key, error)
+            for page in folder.glob("report.*"):
+                page.unlink()
+            changed(folder / name, lambda content, key=key: content.update({key: 3}))
+            code = cli.run(["report", str(folder)])
+            error = capsys.readouterr().err
+            assert (code, error) == (0, "") or (code == 2 and name in error and error.count("\n") == 1), (key, error)
+            (folder / name).write_text(whole)
+            for page in folder.glob("report.*"):
+                page.unlink()
+
+
+def test_files_of_two_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(folder / "bench.json", lambda content: content["model"].update(sha256="ab" * 32))
+    line = refusal(folder, capsys)
+    assert "are of different models" in line
+    assert "bench.json" in line
+    assert "SHA-256 abababababab..." in line
+
+
+def test_a_mapped_model_that_was_changed_since(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "mapped.onnx").open("ab") as file:
+        file.write(b"\x72\x00")
+    assert "mapped.onnx' is another file than when" in refusal(folder, capsys)
+
+
+def test_two_mapping_reports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(folder / "mapping.json", folder / "again.json")
+    line = refusal(folder, capsys)
+    assert "again.json' and '" in line
+    assert "are both mapping reports" in line
+
+
+def test_the_page_replaces_nothing_that_it_was_made_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mapping.json").rename(folder / "report.json")
+    assert "report.json' is the moetrt.mapping/1 file itself" in refusal(folder, capsys)
+    assert cli.run(["report", str(folder), "-o", str(folder / "page.html")]) == 0
+    assert {"page.html", "page.json", "page.md"} <= set(os.listdir(folder))
+    # Pages of an earlier run are no input of the next.
+    assert cli.run(["report", str(folder), "-o", str(folder / "page.html")]) == 0
+
+
+def test_outputs_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "a name that ends in .html is taken" in refusal(folder, capsys, "-o", folder / "page.pdf")
+    (folder / "report.md").mkdir()
+    assert "report.md' is a folder" in refusal(folder, capsys)
+    assert not (folder / "report.html").exists()
+
+
+def test_the_files_of_other_tools_are_passed_over(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    (folder / "list.json").write_text("[1, 2]")
+    (folder / "gpu.times.json").write_text('[{ "computeMs" : nan }]')
+    (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (folder / "tokenizer.json").write_text("[" * 100_000)
+    (folder / "below").mkdir()
+    (folder / "below" / "mapping.json").write_text("{")
+    assert sorted(file.path.name for file in find_files(folder)) == sorted(FILES)
+
+
+# ------------------------------------------------------------------------------------------------------- names of users
+
+
+NASTY = "<script>alert(1)</script>\"'`&amp;|*_[x](y)\n\tÄ層🙂 " + "very.long." * 60
+
+
+def nasty(folder: Path) -> Path:
+    """The folder, with names that a page must not take for its own."""
+    mapping = json.loads((folder / "mapping.json").read_text())
+    names = {site["name"] for site in mapping["sites"]} | {"DeepseekV3ForCausalLM", "trtexec-11", DEVICE}
+    names |= {operand["value"] for site in mapping["sites"] for operand in site["inputs"].values()}
+
+    def change(content: Any) -> Any:
+        if isinstance(content, dict):
+            return {key: change(value) for key, value in content.items()}
+        if isinstance(content, list):
+            return [change(entry) for entry in content]
+        return NASTY + content if isinstance(content, str) and content in names else content
+
+    for name in FILES:
+        content = change(json.loads((folder / name).read_text()))
+        if name == "parity.json":
+            for output in content["outputs"]:
+                output["name"] = NASTY + output["name"] if output["tail"] is None else f"{output['tail']}.norm_out"
+            content["cause"] = NASTY
+        if name == "mapping.json":
+            content["notes"] = [NASTY]
+            content["sites"][0]["inputs"]["residual"]["shape"] = [NASTY, None, 64]
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_names_are_text_in_the_page_and_in_markdown(folder: Path) -> None:
+    report = make_report(nasty(folder))
+    page = html(report)
+    assert "<script" not in page
+    parsed = Page(page)
+    assert {tag for tag, _ in parsed.tags}.isdisjoint({"script", "img", "iframe", "object", "embed", "form"})
+    assert all(not name.startswith("on") for _, attributes in parsed.tags for name in attributes)
+    assert " ".join(NASTY.split()) in parsed.whole
+    # A line that is indented is code: it stands as it is.
+    text = "\n".join(line for line in markdown(report).splitlines() if not line.startswith("    "))
+    assert "<script" not in text.replace("\\<script", "")
+    assert re.search(r"(?<!\\)<|(?<!\\)\|\*", text) is None
+    tables = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = [len(re.findall(r"(?<!\\)\|", line)) for line in tables]
+    assert len(tables) > 10
+    assert set(rows) <= {3, 4, 5, 6, 7, 8, 10, 14}
+    assert json.loads(json_text(report))["mapping"]["notes"] == [NASTY]
+
+
+def test_it_needs_nothing_from_elsewhere(folder: Path) -> None:
+    parsed = Page(html(make_report(folder)))
+    links = [
+        value
+        for _, attributes in parsed.tags
+        for name, value in attributes.items()
+        if name in ("src", "href", "srcset", "xlink:href", "data", "action")
+    ]
+    assert all(value is not None and value.startswith(("#", "data:")) for value in links)
+    assert "url(" not in html(make_report(folder))
+
+
+def test_it_can_be_read_without_seeing_it(folder: Path) -> None:
+    parsed = Page(html(make_report(folder)))
+    headings = [int(tag[1]) for tag, _ in parsed.tags if re.fullmatch(r"h[1-6]", tag)]
+    assert headings[0] == 1
+    assert headings.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(headings))
+    assert [a.get("lang") for tag, a in parsed.tags if tag == "html"] == ["en"]
+    counts = {name: sum(tag == name for tag, _ in parsed.tags) for name in ("table", "caption", "thead", "figure")}
+    assert counts["table"] == counts["caption"] == counts["thead"] > 5
+    assert all("scope" in attributes for tag, attributes in parsed.tags if tag == "th")
+    pictures = [a for tag, a in parsed.tags if tag == "svg" and a.get("role") == "img"]
+    assert len(pictures) == counts["figure"] >= 5
+    identifiers = [a["id"] for _, a in parsed.tags if "id" in a]
+    assert len(identifiers) == len(set(identifiers))
+    for picture in pictures:
+        assert set(str(picture["aria-labelledby"]).split()) <= set(identifiers)
+
+
+# ---------------------------------------------------------------------------------------------------- from the commands
+
+
+def test_the_command_says_where_the_page_lies(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["report", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("good     Mapping: 1 of 1 tail mapped")
+    assert lines[-1] == f"report: {folder / 'report.html'}"
+    assert {"report.html", "report.json", "report.md"} <= set(os.listdir(folder))
+
+
+def test_compare_makes_the_page_of_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only(folder, "mapping.json")
+    mapped = str(folder / "mapped.onnx")
+    assert cli.run(["compare", mapped, "--against", SOURCE, "--report", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {folder / 'report.html'}"
+    assert [verdict.state for verdict in make_report(folder).verdicts] == [GOOD, GOOD, MISSING, MISSING]
+
+
+def test_what_keeps_bench_from_its_page_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures are there and printed; a page that cannot be made is a line more, not a failure."""
+    (folder / "parity.json").write_text("")
+    mapped = str(folder / "mapped.onnx")
+    assert cli.run(["bench", mapped, "-o", str(folder), "--read"]) == 0
+    assert "no report page: " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_same_facts_give_the_same_page(folder: Path) -> None:
+    report = make_report(folder)
+    assert (html(report), json_text(report), markdown(report)) == (html(report), json_text(report), markdown(report))
+    first = write_report(report, folder).read_text()
+    assert write_report(report, folder).read_text() == first
