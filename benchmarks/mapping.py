@@ -159,8 +159,8 @@ def time_mapping(sources: Sequence[Path], repeats: int) -> list[Timed]:
 
 
 def _time_once(source: Path) -> Timed:
-    # A full collection looks at every object there is: torch's, which the command does not have, would take half a second
-    # in whichever step it falls.
+    # A full collection looks at every object there is: torch's, which the command does not have, would take half a
+    # second in whichever step it falls.
     gc.collect()
     gc.freeze()
     at = [_now()]
