@@ -159,7 +159,10 @@ def time_mapping(sources: Sequence[Path], repeats: int) -> list[Timed]:
 
 
 def _time_once(source: Path) -> Timed:
-    gc.collect()  # what the run before left is not this one's
+    # A full collection looks at every object there is: torch's, which the command does not have, would take half a
+    # second in whichever step it falls.
+    gc.collect()
+    gc.freeze()
     at = [_now()]
     model = load_model(source)
     at.append(_now())

@@ -165,7 +165,7 @@ def test_weights_in_another_file(form: str, tmp_path: Path) -> None:
     moved = onnx.ModelProto()
     moved.CopyFrom(model)
     onnx.save_model(
-        moved, source, save_as_external_data=True, location="weights.bin", size_threshold=32, convert_attribute=True
+        moved, source, save_as_external_data=True, location="weights.bin", size_threshold=90, convert_attribute=True
     )
     assert (tmp_path / "weights.bin").stat().st_size > 0
     report = map_file(source, tmp_path / "mapped.onnx")
