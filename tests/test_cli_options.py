@@ -135,4 +135,14 @@ def test_interruption_is_said_and_exits_130(
 
 def test_commands_are_those_of_the_readme() -> None:
     assert isinstance(cli.cli, click.Group)
-    assert set(cli.cli.commands) == {"export", "map", "inspect", "build", "compare", "bench", "report", "demo", "doctor"}
+    assert set(cli.cli.commands) == {
+        "export",
+        "map",
+        "inspect",
+        "build",
+        "compare",
+        "bench",
+        "report",
+        "demo",
+        "doctor",
+    }
