@@ -146,7 +146,7 @@ def scientific(value: float | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.6g}"
+    return "not finite" if value is None else f"{value:.9g}"
 
 
 def microseconds(milliseconds: float | None) -> str:
