@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 
 from moetrt.capture import MODEL_FILE, capture
-from moetrt.diagnosis import EXACT, Cause, Operation, difference, distance, explain
+from moetrt.diagnosis import EXACT, Cause, Operation, distance, explain, rounded
 from moetrt.errors import InputError, MoetrtError
 from moetrt.mapping import map_model
 from moetrt.onnx_files import load_model, save_model
@@ -325,12 +325,9 @@ class Walk:
         counterpart = self.counterparts[tail.index]
         if counterpart is not None:
             mine, right = self.operands(tail), _inputs_of(self.again, counterpart, self.original.values, None)
-            exact = Operation(counterpart.spec, {name: _double(tensor) for name, tensor in right.items()}, {})
             for name, tensor in mine.items():
-                if name not in right or tensor.shape != right[name].shape or not tensor.is_floating_point():
-                    continue
-                if not torch.equal(_double(tensor), _double(right[name])):
-                    return Cause(difference(name, _double(tensor), exact, {}, {}), 0.0)
+                if name in right and (text := rounded(name, _double(tensor), _double(right[name]))):
+                    return Cause(text, 0.0)
         return self._norm_form(tail, unfused)
 
     def _norm_form(self, tail: Tail, unfused: Mapping[str, torch.Tensor]) -> Cause | None:
