@@ -18,12 +18,13 @@ CXX_SOURCES := $(shell find plugins tests -type f \( -name '*.h' -o -name '*.hpp
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo test lint unit browser format clean families accuracy budget traffic mapping-benchmark gpu-check
+.PHONY: help install demo test lint unit browser format clean families docs accuracy budget traffic mapping-benchmark gpu-check
 
 help:
 	@echo "make demo     install into .venv, build the plugin library, take a DeepSeek-V3-architecture model to an engine"
 	@echo "make test     install what is missing, lint, type-check and run the tests"
 	@echo "make families each MoE family through every step, into docs/families.md; takes minutes"
+	@echo "make docs     docs/operator.md, from the operators' definition"
 	@echo "make accuracy the kernel's error against float64, beside eager PyTorch's and a bf16 sum's"
 	@echo "make budget   what each kernel takes of a multiprocessor, read from its machine code"
 	@echo "make traffic  the bytes a tail must move; ARGS='--model gpt-oss --tokens 64 --bandwidth 4.8'"
@@ -76,6 +77,9 @@ test: lint unit
 
 families: install
 	@$(BIN)/moetrt families --page docs/families.md $(ARGS)
+
+docs: install
+	@$(BIN)/python -m moetrt.operator_page docs/operator.md
 
 accuracy: install
 	@$(BIN)/python -m benchmarks.accuracy $(ARGS)
