@@ -134,6 +134,51 @@ BY_MAP: dict[str, Finalize] = {
     )
 }
 
+
+def stacked_terms(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    at = index.clamp(min=0).long()
+    return torch.stack([rows[at[:, k]] * weights[:, k, None] for k in range(index.shape[1])]).sum(0)
+
+
+def stacked_terms_at_the_end(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    at = index.clamp(min=0).long()
+    return torch.stack([weights[:, k : k + 1] * rows[at[:, k]] for k in range(index.shape[1])], dim=-1).sum(-1)
+
+
+BY_MAP |= {form.__name__: form for form in (stacked_terms, stacked_terms_at_the_end)}
+
+# Tokens are never flattened. gemm2_permuted [R, H], weights [B, S, K], map [B, S, K].
+
+
+def positions_summed(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    picked = torch.where((index >= 0)[..., None], rows[index.clamp(min=0).long()], 0.0)
+    return (picked * weights[..., None]).sum(2)
+
+
+def positions_matmul(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    return torch.matmul(weights.unsqueeze(-2), rows[index.clamp(min=0).long()]).squeeze(-2)
+
+
+def positions_einsum(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    kept = weights.masked_fill(index < 0, 0.0)
+    return torch.einsum("bsk,bskh->bsh", kept, rows[index.clamp(min=0).long()])
+
+
+def positions_loop(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    at = index.clamp(min=0).long()
+    return sum(rows[at[..., k]] * weights[..., k, None] for k in range(index.shape[-1]))
+
+
+def positions_stacked(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    at = index.clamp(min=0).long()
+    return torch.stack([rows[at[..., k]] * weights[..., k : k + 1] for k in range(index.shape[-1])], dim=2).sum(2)
+
+
+BY_POSITION: dict[str, Finalize] = {
+    form.__name__: form
+    for form in (positions_summed, positions_matmul, positions_einsum, positions_loop, positions_stacked)
+}
+
 # Rows in the routes' own order [T*K, H], or in that of the sorted expert ids [T, K].
 
 
@@ -259,7 +304,7 @@ class Routed(nn.Module):
         return self.tail(rows, weights.to(rows.dtype), ids, shared, residual)
 
 
-FORMS: dict[str, Finalize] = BY_MAP | BY_ROUTE | DENSE | {"expert_by_expert": expert_by_expert}
+FORMS: dict[str, Finalize] = BY_MAP | BY_POSITION | BY_ROUTE | DENSE | {"expert_by_expert": expert_by_expert}
 
 _SYMBOLS = {
     "rows": {0: "R"},
@@ -303,7 +348,11 @@ def inputs_of(
             "weights": normal(tokens, TOP_K),
             "index": index.clamp(min=-1),
         }
-    first |= {"shared": normal(tokens, HIDDEN), "residual": normal(batch, seq, HIDDEN)}
+    shared = normal(tokens, HIDDEN)
+    if name in BY_POSITION:
+        first |= {key: first[key].reshape(batch, seq, TOP_K) for key in ("weights", "index")}
+        shared = shared.reshape(batch, seq, HIDDEN)
+    first |= {"shared": shared, "residual": normal(batch, seq, HIDDEN)}
     return {key: value.to(dtype) if value.is_floating_point() else value for key, value in first.items()}
 
 
@@ -313,6 +362,8 @@ def export_form(
     """A form's module as ONNX, by the exporter ``"dynamo"`` or ``"torchscript"``; batch, sequence and rows dynamic."""
     module, example = module_of(name, dtype), inputs_of(name, dtype)
     symbols = {key: dict(_SYMBOLS[key]) for key in example}
+    if name in BY_POSITION:
+        symbols |= {key: {0: "B", 1: "S"} for key in ("weights", "index", "shared")}
     if name in DENSE:
         symbols["rows"] = {1: "T"}
     names = list(example)

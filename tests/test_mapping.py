@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from moetrt import mapping_report
 from moetrt.errors import InputError, InputTypeError
 from moetrt.mapping import TAILS_EXPECTED, map_file, map_model
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
+from moetrt.segments import forms, routers
 from tests.equivalence import compare_models
 from tests.mapping_checks import assert_same_numbers, declined, mapped, matched, only, operators
 from tests.mapping_graphs import FLOAT, FURTHER_FORMS, HIDDEN, Graph, NormForm, feeds, full_tail
@@ -1142,3 +1146,18 @@ def test_map_of_int64_is_named() -> None:
     g.inputs["map"] = helper.make_tensor_value_info("map", TensorProto.INT64, ["T", 3])
     with pytest.raises(InputTypeError, match="input expanded_idx_to_permuted_idx was int64; int32 is taken"):
         map_model(g.model())
+
+
+def test_the_report_names_every_form() -> None:
+    """What `Site.form` is documented to be is what the modules that find tails call their forms."""
+    modules = [*vars(forms).values(), routers, mapping_report]
+    names = {
+        value
+        for module in modules
+        if isinstance(module, ModuleType)
+        for key, value in vars(module).items()
+        if key == "FORM" or key.endswith("_FORM")
+    }
+    text = re.search(r"form: (.*?)\n        operator:", mapping_report.Site.__doc__ or "", re.DOTALL)
+    assert text is not None
+    assert set(re.findall(r'"([^"]+)"', text[1])) == names

@@ -1,5 +1,6 @@
 """MoE finalizes that others exported, as they are and after others' optimisers, give the numbers they gave before."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from torch import Tensor, nn
 
 from moetrt.engine import build_engine
 from moetrt.mapping import inference_problem, map_file, map_model
@@ -14,10 +16,14 @@ from moetrt.onnx_op import operator_of
 from tests.equivalence import compare_models, run_model
 from tests.foreign_graphs import (
     BY_MAP,
+    BY_POSITION,
     BY_ROUTE,
     DENSE,
+    EXPERTS,
+    HIDDEN,
     OPTIMISERS,
     TOP_K,
+    Tail,
     export_form,
     inputs_of,
     module_of,
@@ -39,7 +45,7 @@ OVERWRITTEN = {"index_add_of_routes", "index_add_of_sorted_routes", "index_put_o
 EXPORTS = [
     (exporter, form)
     for exporter in ("dynamo", "torchscript")
-    for form in (*BY_MAP, *BY_ROUTE, *DENSE)
+    for form in (*BY_MAP, *BY_POSITION, *BY_ROUTE, *DENSE)
     if (exporter, form) not in NOT_EXPORTED and not (exporter == "torchscript" and form in OVERWRITTEN)
 ]
 
@@ -84,7 +90,7 @@ def test_every_form_of_both_exporters(exporter: str, form: str) -> None:
     assert node.inputs[1].shape[-1] == TOP_K
 
 
-@pytest.mark.parametrize("form", [form for form in (*BY_MAP, *DENSE) if ("dynamo", form) in EXPORTS])
+@pytest.mark.parametrize("form", [form for form in (*BY_MAP, *BY_POSITION, *DENSE) if ("dynamo", form) in EXPORTS])
 def test_pytorch_gives_the_same(form: str) -> None:
     """Of rows whose order the graph does not sort anew: PyTorch and ONNX Runtime may sort equal ids differently."""
     model = ir.from_proto(exported("dynamo", form))
@@ -118,8 +124,17 @@ def test_half_precision(exporter: str, form: str) -> None:
             assert error <= TOLERANCE[torch.float16] * np.abs(wanted[name]).max(), name
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
-@pytest.mark.parametrize(("exporter", "form"), EXPORTS)
+def after_optimisers() -> list[tuple[str, str, str]]:
+    """Every form through one optimiser or another, and every optimiser on each kind of form of each exporter.
+
+    Optimisers rewrite nodes, not finalizes: what each does to a Gather, a mask, a sum, a scatter or an einsum, it does
+    in every form that has these. Neighbouring forms share most of their nodes, so by turns each optimiser sees all.
+    """
+    names = list(OPTIMISERS)
+    return [(exporter, form, names[number % len(names)]) for number, (exporter, form) in enumerate(EXPORTS)]
+
+
+@pytest.mark.parametrize(("exporter", "form", "optimiser"), after_optimisers())
 def test_after_an_optimiser(exporter: str, form: str, optimiser: str) -> None:
     check(OPTIMISERS[optimiser](exported(exporter, form)), form)
 
@@ -155,7 +170,82 @@ def test_case21_loop_over_experts_is_named(exporter: str, optimiser: str) -> Non
     assert (report.found, report.mapped, report.complete) == (1, 0, False)
     assert "each expert's tokens are searched for (NonZero)" in (report.sites[0].reason or "")
     assert "export the experts batched" in (report.sites[0].reason or "")
-    assert any("chooses 2 of 4 and reaches no tail" in note for note in report.notes)
+    assert report.notes == []
+
+
+class OfPositions(nn.Module):
+    """[B, S, H] with nothing added: the sum alone, or its norm."""
+
+    def __init__(self, form: str, *, norm: bool) -> None:
+        super().__init__()
+        self.tail, self.norm = Tail(BY_POSITION[form]), norm
+
+    def forward(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        hidden = self.tail.finalize(rows, weights, index)
+        if not self.norm:
+            return hidden
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6) * self.tail.gamma
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["sum", "norm"])
+@pytest.mark.parametrize("form", ["positions_summed", "positions_loop"])
+def test_positions_without_a_residual_keep_their_shape(form: str, norm: bool) -> None:
+    """The operator gives [T, H] where nothing is added; the graph's [B, S, H] is made of it."""
+    dynamic, inputs = torch.export.Dim.DYNAMIC, inputs_of(form)
+    example = tuple(inputs[key] for key in ("rows", "weights", "index"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            OfPositions(form, norm=norm).eval(),
+            example,
+            dynamic_shapes=({0: dynamic}, {0: dynamic, 1: dynamic}, {0: dynamic, 1: dynamic}),
+            opset_version=22,
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    before, model = program.model.clone(), program.model
+    report = map_model(model)
+    assert (report.found, report.mapped) == (1, 1), report.sites
+    (node,) = (node for node in model.graph if operator_of(node))
+    assert node.op_type == ("MoEFinalizeAddRMSNorm" if norm else "MoEFinalizeAdd")
+    assert inference_problem(model) is None
+    for seed, (batch, seq) in enumerate(SIZES):
+        feeds = feeds_of(form, torch.float32, model, batch, seq, seed)
+        for difference in compare_models(before, model, feeds):
+            assert difference.relative <= TOLERANCE[torch.float32], str(difference)
+
+
+class DensePositions(nn.Module):
+    """Every expert's output for every position, [B, S, E, H], and a combine matrix [B, S, E]."""
+
+    def forward(self, rows: Tensor, logits: Tensor, residual: Tensor) -> Tensor:
+        weights, ids = torch.topk(logits.softmax(-1), TOP_K)
+        combine = torch.zeros_like(logits).scatter(-1, ids, weights)
+        return residual + torch.einsum("bse,bseh->bsh", combine, torch.tanh(rows))
+
+
+def test_every_expert_for_every_position() -> None:
+    dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    example = tuple(torch.randn(2, 3, *sizes) for sizes in ((EXPERTS, HIDDEN), (EXPERTS,), (HIDDEN,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            DensePositions(), example, dynamic_shapes=(dynamic,) * 3, opset_version=22, dynamo=True, verbose=False
+        )
+    assert program is not None
+    before, model = program.model.clone(), program.model
+    report = map_model(model)
+    (site,) = report.sites
+    assert (site.form, site.operator) == ("all experts", "MoEFinalizeAdd"), site.became
+    assert (site.shapes["expert_weights"] or [])[-1] == TOP_K
+    for batch, seq in SIZES:
+        feeds = {
+            str(value.name): torch.randn(batch, seq, *tensor.shape[2:]).numpy()
+            for value, tensor in zip(model.graph.inputs, example, strict=True)
+        }
+        for difference in compare_models(before, model, feeds):
+            assert difference.relative <= TOLERANCE[torch.float32], str(difference)
 
 
 @pytest.mark.parametrize("form", ["loop_over_k", "index_add_of_sorted_routes", "dense_einsum"])

@@ -176,9 +176,91 @@ def all_experts_by_given_ids(g: Graph) -> str:
     return g.op("Einsum", combine, g.input("rows", [E, "T", H]), equation="te,eth->th")
 
 
+def stacked(g: Graph, weight_columns: tuple[int, ...], axis: int = 0, reduced: int = 0) -> str:
+    """Stacked terms: [K, T, H] by an axis, summed over one."""
+    weights = g.input("weights", ["T", K])
+    at = g.op("Max", g.input("map", ["T", K], INT64), g.const(0, INT64))
+    rows(g)
+    terms = [
+        g.op(
+            "Unsqueeze",
+            g.mul(g.op("Gather", "rows", column(g, at, k)), column(g, weights, w, keep=True)),
+            g.ints(axis),
+        )
+        for k, w in enumerate(weight_columns)
+    ]
+    return g.op("ReduceSum", g.op("Concat", *terms, axis=axis), g.ints(reduced), keepdims=0)
+
+
+def stack_with_swapped_weights(g: Graph) -> str:
+    return stacked(g, (1, 0))
+
+
+def sum_node_over_one_column_twice(g: Graph) -> str:
+    """ONNX's Sum of as many terms as there are."""
+    weights = g.input("weights", ["T", K])
+    at = g.op("Max", g.input("map", ["T", K], INT64), g.const(0, INT64))
+    rows(g)
+    return g.op(
+        "Sum", *(g.mul(g.op("Gather", "rows", column(g, at, 0)), column(g, weights, k, keep=True)) for k in range(K))
+    )
+
+
+def positions(g: Graph, *, clamp: bool = True, bound_of: str | None = None) -> str:
+    """[B, S, K, H] times [B, S, K], flattened after the sum."""
+    at = g.input("map", ["B", "S", K], INT64)
+    weights = g.op("Unsqueeze", g.input("weights", ["B", "S", K]), g.ints(-1))
+    picked = g.op("Gather", rows(g), g.op("Max", at, g.const(0, INT64)) if clamp else at)
+    product = g.mul(picked, weights)
+    if bound_of is not None:
+        count = g.op("Squeeze", g.op("Shape", bound_of, start=0, end=1))
+        kept = g.op("And", g.op("GreaterOrEqual", at, g.const(0, INT64)), g.op("Less", at, count))
+        product = g.op("Where", g.op("Unsqueeze", kept, g.ints(-1)), product, g.const(0.0))
+    summed = g.op("ReduceSum", product, g.ints(2), keepdims=0)
+    return g.op("Reshape", summed, g.ints(-1, H))
+
+
+def positions_of_an_unmasked_map(g: Graph) -> str:
+    return positions(g, clamp=False)
+
+
+def masked_by_the_rows_of_another_value(g: Graph) -> str:
+    return positions(g, bound_of=g.input("others", ["N", H]))
+
+
+def combine(g: Graph) -> str:
+    """GShard's combine weights, [T, E, C]."""
+    chosen = g.op("TopK", g.op("Softmax", g.input("logits", ["T", E])), g.ints(K), count=2)
+    places = g.op("Unsqueeze", g.input("places", ["T", K, 5]), g.ints(2))
+    picks = g.op("OneHot", chosen + "_1", g.const(E, INT64), g.const([0.0, 1.0]), axis=-1)
+    picks = g.mul(g.op("Unsqueeze", picks, g.ints(-1)), places)
+    weights = g.op("Unsqueeze", chosen, g.ints(2, 3))
+    return g.op("ReduceSum", g.mul(picks, weights), g.ints(1), keepdims=0)
+
+
+def gshard(g: Graph) -> str:
+    return g.op("Einsum", combine(g), g.input("rows", [E, 5, H]), equation="tec,ech->th")
+
+
+def gshard_of_the_other_order(g: Graph) -> str:
+    return g.op("Einsum", g.input("rows", [E, 5, H]), combine(g), equation="ech,tec->th")
+
+
+def gshard_as_a_matrix(g: Graph) -> str:
+    flat = g.op("Reshape", combine(g), g.ints(-1, E * 5))
+    return g.op("MatMul", flat, g.op("Reshape", g.input("rows", [E, 5, H]), g.ints(E * 5, H)))
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
+        (stack_with_swapped_weights, "multiply the rows of some routes by the weights of others"),
+        (sum_node_over_one_column_twice, "multiply the rows of some routes by the weights of others"),
+        (positions_of_an_unmasked_map, "entries of -1 in the map 'map' would read the last row"),
+        (masked_by_the_rows_of_another_value, "which is not what it picks, 'rows'"),
+        (gshard, "tokens beyond an expert's capacity are dropped"),
+        (gshard_of_the_other_order, "tokens beyond an expert's capacity are dropped"),
+        (gshard_as_a_matrix, "tokens beyond an expert's capacity are dropped"),
         (loop_with_swapped_weights, "multiply the rows of some routes by the weights of others"),
         (loop_over_one_column_twice, "do not take each of a token's 2 routes once"),
         (loop_over_an_unmasked_map, "entries of -1 in the map 'map' would read the last row"),
@@ -231,9 +313,40 @@ def two_activations_multiplied(g: Graph) -> str:
     return g.op("MatMul", g.input("a", ["T", "R"]), rows(g))
 
 
+def stack_summed_over_tokens(g: Graph) -> str:
+    summed = stacked(g, (0, 1), axis=1, reduced=0)
+    return g.op("Reshape", g.op("ReduceSum", summed, g.ints(0), keepdims=1), g.ints(-1, H))
+
+
+def gshard_dispatch(g: Graph) -> str:
+    """The other way: tokens into the experts' places."""
+    placed = g.op("Einsum", combine(g), g.input("x", ["T", H]), equation="tec,th->ech")
+    return g.op("Reshape", placed, g.ints(-1, H))
+
+
+def test_case21_of_dispatched_tokens_only_the_router_is_named() -> None:
+    assert [site.form for site in report_of(gshard_dispatch).sites] == ["router"]
+
+
+def attention_over_heads(g: Graph) -> str:
+    """Two letters are summed, and no router chose the weights."""
+    scores, values = g.input("scores", ["T", 4, 5]), g.input("values", [4, 5, H])
+    return g.op("Einsum", scores, values, equation="tec,ech->th")
+
+
+def positions_pooled(g: Graph) -> str:
+    """[B, S, N, H] pooled over N by weights that no router chose."""
+    weights = g.op("Unsqueeze", g.input("scores", ["B", "S", 8]), g.ints(-1))
+    pooled = g.op("ReduceSum", g.mul(g.input("states", ["B", "S", 8, H]), weights), g.ints(2), keepdims=0)
+    return g.op("Reshape", pooled, g.ints(-1, H))
+
+
 @pytest.mark.parametrize(
     "build",
     [
+        stack_summed_over_tokens,
+        attention_over_heads,
+        positions_pooled,
         attention_pooling,
         masked_mean,
         sum_of_products,
@@ -245,28 +358,3 @@ def two_activations_multiplied(g: Graph) -> str:
 )
 def test_other_sums_are_no_sites(build: Build) -> None:
     assert report_of(build).sites == []
-
-
-def test_case21_router_without_a_tail_is_noted() -> None:
-    """The experts' sum is written in a way that nobody knows: the report is not silent."""
-    g = Graph()
-    scores = g.op("Softmax", g.input("logits", ["T", E]))
-    weights = g.op("TopK", scores, g.ints(K), count=2)
-    mixed = g.op("MatMul", g.op("Unsqueeze", weights, g.ints(1)), g.input("rows", ["T", K, H]))
-    g.output(g.op("ReduceMax", mixed, g.ints(1), keepdims=0))
-    report = map_model(g.model())
-    assert (report.found, report.complete) == (0, False)
-    assert report.notes == [
-        "TopK 'node_topk_1' chooses 2 of 4 and reaches no tail that was found: if these are experts, the sum over them "
-        "is written in a way that is not known"
-    ]
-
-
-@pytest.mark.parametrize("what", ["sampling", "vocabulary", "sorting"])
-def test_other_topk_nodes_are_not_noted(what: str) -> None:
-    g = Graph()
-    width = 50000 if what == "vocabulary" else E
-    logits = g.input("logits", ["T", width])
-    chosen = g.op("TopK", logits, g.ints(E if what == "sorting" else K), count=2)
-    g.output(chosen if what == "sampling" else g.op("Neg", chosen))
-    assert map_model(g.model()).notes == []

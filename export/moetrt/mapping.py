@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named, check_distinct, output_file, write_atomically
+from moetrt.inlined import plain_choices
 from moetrt.inlining import inline_functions, normalise_domains
 from moetrt.mapping_report import MAPPED_FORM, MappingReport, ModelFile, Site
 from moetrt.onnx_files import OLDEST_OPSET, data_path_of, files_of, load_model, save_model, without_external_data
@@ -25,8 +26,9 @@ from moetrt.onnx_op import (
 )
 from moetrt.segments.forms import seed_at
 from moetrt.segments.growth import Tail, grow
-from moetrt.segments.reading import dims, named
+from moetrt.segments.reading import dim, dims, named, rank
 from moetrt.segments.rms_norm import RmsNorm
+from moetrt.segments.routers import FORM as ROUTER_FORM
 from moetrt.segments.routers import unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
 from moetrt.shapes import fill_in_shapes
@@ -142,13 +144,15 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     remove_functions(model)
     notes = inline_functions(model)
     fill_in_shapes(model)
+    plain_choices(model)
     mapper = _Mapper({node.name for node in _all_nodes(model) if node.name})
     for graph in model.graphs():
         for node in list(graph):
             if node.graph is graph:
                 mapper.map_node(node)
-    notes += unheard_routers(_all_nodes(model), _routed_operands(model))
-    report = MappingReport(mapper.sites, _expected(model), sort_topk(model), notes)
+    heard = [*_routed_operands(model), *mapper.left_alone]
+    sites = mapper.sites + [_router_site(node, reason) for node, reason in unheard_routers(_all_nodes(model), heard)]
+    report = MappingReport(sites, _expected(model), sort_topk(model), notes)
     if function:
         attach_functions(model)
     else:
@@ -206,11 +210,16 @@ _Written = tuple[ir.Node, list[str]]
 
 
 class _Mapper:
-    """Maps tails one after another and keeps what they became; node names stay unique."""
+    """Maps tails one after another and keeps what they became; node names stay unique.
+
+    Attributes:
+        left_alone: what the tails that were not mapped are made from.
+    """
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
         self.sites: list[Site] = []
+        self.left_alone: list[ir.Value] = []
 
     def map_node(self, node: ir.Node) -> None:
         """Maps the tail that begins at ``node``, if one does."""
@@ -222,9 +231,14 @@ class _Mapper:
         if seed is None:
             return
         if seed.problem is not None:
-            self.sites.append(_left_alone(seed, seed.problem))
+            self.sites.append(self._leave(seed, seed.problem))
             return
         self.sites.append(self._map_seed(seed))
+
+    def _leave(self, seed: Seed, reason: str | None) -> Site:
+        self.left_alone += [value for value in seed.node.inputs if value is not None]
+        self.left_alone += [operand.value for operand in seed.operands.values()]
+        return _left_alone(seed, reason)
 
     def _map_seed(self, seed: Seed) -> Site:
         grown = grow(seed)
@@ -242,7 +256,7 @@ class _Mapper:
                 return _site(*self._write_finalize(seed, tail), seed.form, reason is None, reason)
             except MoetrtError as error:
                 reason = str(error)
-        return _left_alone(seed, reason)
+        return self._leave(seed, reason)
 
     def _write_norm(self, seed: Seed, tail: Tail, norm: RmsNorm) -> _Written:
         shared, residual = _split_terms(tail.terms)
@@ -286,6 +300,8 @@ class _Mapper:
         """
         graph = tail.node.graph
         assert isinstance(graph, ir.Graph)
+        if not {"residual", "shared_output"} & set(operands):
+            _tokens_like(seed)
         name = self._unique_name("/".join(filter(None, (_scope(seed.node), spec.name))))
         added: list[ir.Node] = []
         inputs = {key: written(operand, _writer(f"{name}/{key}", added)) for key, operand in operands.items()}
@@ -300,7 +316,8 @@ class _Mapper:
         finals: dict[str, ir.Value] = {}
         for output, key in zip(node.outputs, spec.outputs, strict=True):
             output.name = f"{name}/{key}"
-            finals[key] = _reshaped(output, shape_nodes, added)
+            value = output if {"residual", "shared_output"} & set(operands) else _seed_shaped(output, seed, added)
+            finals[key] = _reshaped(value, shape_nodes, added)
         _hoist_constants(graph, (operand.value for operand in operands.values()))
         graph.insert_before(tail.node, added)
         for view in views:
@@ -370,6 +387,39 @@ def _writer(name: str, added: list[ir.Node]) -> Write:
         return output
 
     return write
+
+
+def _seed_shaped(output: ir.Value, seed: Seed, added: list[ir.Node]) -> ir.Value:
+    """``output``, [T, H], in the shape of the sum, which is [B, S, H] where the graph never flattens its tokens."""
+    like = _tokens_like(seed)
+    if like is None:
+        return output
+    write = _writer(str(output.name), added)
+    width = ir.tensor([int(dim(seed.value, -1) or 0)], dtype=ir.DataType.INT64)
+    sizes = [
+        write("Shape", [like], {"start": 0, "end": 2}, ir.DataType.INT64, [2]),
+        write("Constant", [], {"value": width}, ir.DataType.INT64, [1]),
+    ]
+    shape = write("Concat", sizes, {"axis": 0}, ir.DataType.INT64, [3])
+    return write("Reshape", [output, shape], {"allowzero": 1}, output.dtype, dims(seed.value) or ())
+
+
+def _tokens_like(seed: Seed) -> ir.Value | None:
+    """What has the B and S of a sum of [B, S, H]; None where the sum is [T, H].
+
+    Raises:
+        InputError: nothing that the operator reads has them.
+    """
+    if rank(seed.value) == 2:
+        return None
+    shape = dims(seed.value) or []
+    for operand in seed.operands.values():
+        if rank(operand.value) in (3, 4) and (dims(operand.value) or [])[:2] == shape[:2] and None not in shape:
+            return operand.value
+    raise InputError(
+        f"the sum '{seed.value.name}' has shape {shape}, and neither the weights nor the map have its first two "
+        "dimensions: flatten the tokens before, [T, K], and give the sum its shape afterwards"
+    )
 
 
 def _reshaped(output: ir.Value, shape_nodes: list[ir.Node], added: list[ir.Node]) -> ir.Value:
@@ -459,6 +509,18 @@ def _left_alone(seed: Seed, reason: str | None) -> Site:
         attributes={"routed_scaling_factor": seed.scale, "apply_expert_weights": seed.apply_expert_weights},
         inputs={name: _described(operand.value) for name, operand in seed.operands.items()},
         outputs={"hidden": _described(seed.value)},
+    )
+
+
+def _router_site(node: ir.Node, reason: str) -> Site:
+    """The site of a router whose experts reach no tail that was found."""
+    scope = _scope(node)
+    return Site(
+        name=f"{scope} ({named(node)})" if scope else named(node),
+        form=ROUTER_FORM,
+        operator=None,
+        matched=False,
+        reason=reason,
     )
 
 

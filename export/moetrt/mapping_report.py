@@ -35,7 +35,9 @@ class Site:
 
     Attributes:
         name: the plugin node's name, else the name of the node where the tail was found.
-        form: how the graph spelled it: "finalize node", "gather", or "mapped before".
+        form: how the graph spelled it: "finalize node" (capture's), "gather", "rows by route", "one-hot",
+            "all experts", "capacity", "loop", "index_add", "mapped before", or "router": a TopK whose experts reach no
+            tail that was found.
         operator: the plugin node that is there now, or None.
         matched: whether all that belongs to the tail is in that node.
         reason: where not, the first thing that kept it out, in words.
@@ -109,7 +111,7 @@ class MappingReport:
     """What became of a model's tails.
 
     Attributes:
-        sites: every tail, in the order of the graph.
+        sites: every tail, in the order of the graph, and then the routers whose experts reach none of them.
         expected: how many tails the model has according to capture; None where nobody said.
         sorted_topk: how many TopK nodes were made to sort, because TensorRT takes no others.
         notes: what else the user should know.

@@ -1,4 +1,4 @@
-"""Combine matrices: [T, N], one row a token, which holds its weights at the columns of its routes and 0 elsewhere."""
+"""Combine matrices, [T, N] or [B, S, N]: one row a token, its weights at the columns of its routes, 0 elsewhere."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Combine:
 
 
 def combine_of(matrix: ir.Value) -> Combine | None:
-    """The routes that the [T, N] ``matrix`` is made from; None where it is made in another way."""
+    """The routes that ``matrix`` is made from; None where it is made in another way."""
     try:
         return _scattered(matrix) or _one_hot(matrix)
     except NotThis:
@@ -40,13 +40,16 @@ def _scattered(matrix: ir.Value) -> Combine | None:
     while node is not None and is_op(node, "Cast", "Identity"):
         matrix = given(node.inputs[0])
         node = matrix.producer()
-    if node is None or not is_op(node, "ScatterElements") or rank(matrix) != 2:
+    if node is None or not is_op(node, "ScatterElements") or rank(matrix) not in (2, 3):
         return None
     index, weights = given(node.inputs[1]), given(node.inputs[2])
-    if node.attributes.get_int("axis", 0) not in (1, -1) or scalar(node.inputs[0]) != 0 or rank(index) != 2:
+    last = (rank(matrix) or 0) - 1
+    if node.attributes.get_int("axis", 0) not in (last, -1) or scalar(node.inputs[0]) != 0:
+        return None
+    if rank(index) != rank(matrix):
         return None
     reduction = node.attributes.get_string("reduction", "none")
-    found = Found(top_k=dim(index, 1))
+    found = Found(top_k=dim(index, -1))
     place = found.here(index)
     take_weights(found.here(weights), found)
     problem = None
@@ -64,9 +67,9 @@ def _distinct(place: PerRoute, found: Found) -> bool:
     """Whether a token's entries differ from each other: a TopK along the experts chose them."""
     value = strip(place, found).value
     node = value.producer()
-    if node is None or not is_op(node, "TopK") or value is not node.outputs[1] or rank(value) != 2:
+    if node is None or not is_op(node, "TopK") or value is not node.outputs[1] or rank(value) not in (2, 3):
         return False
-    return node.attributes.get_int("axis", -1) in (1, -1) and strip(place, found).k_first is False
+    return node.attributes.get_int("axis", -1) in ((rank(value) or 0) - 1, -1) and strip(place, found).k_first is False
 
 
 def _one_hot(matrix: ir.Value) -> Combine | None:
@@ -82,6 +85,6 @@ def _one_hot(matrix: ir.Value) -> Combine | None:
         return None
     found = total.found
     rows = walk_back(total.routes, found)
-    if rows.value is not None or rows.index is None or rank(total.routes) != 3:
+    if rows.value is not None or rows.index is None:
         return None
     return Combine(rows.index, found, rows.masked)

@@ -31,6 +31,7 @@ FORM = "gather"
 ROUTE_FORM = "rows by route"
 ONE_HOT_FORM = "one-hot"
 DENSE_FORM = "all experts"
+CAPACITY_FORM = "capacity"
 
 MOST_ROUTES = 64
 """K from which a sum is taken for something else than one over a token's experts."""
@@ -41,7 +42,7 @@ def seed_at(node: ir.Node) -> Seed | None:
     if not is_op(node, "ReduceSum", "Einsum", "MatMul", "Gemm"):
         return None
     try:
-        return _by_matrix(node) or _by_sum(node)
+        return _by_matrix(node) or _by_sum(node) or _by_capacity(node)
     except NotThis:
         return None
 
@@ -51,15 +52,13 @@ def _by_sum(node: ir.Node) -> Seed | None:
     if total is None:
         return None
     found = total.found
-    if rank(total.routes) != 3:
-        return None
     rows = walk_back(total.routes, found)
     if rows.value is None or not (found.weights or found.masks or rows.index):
         # A combine matrix is no sum of rows; the product that reads it is.
         return None
     data = before_upcast(rows.value)
-    if dim(data, -1) != dim(total.routes, -1):
-        return None
+    if dim(data, -1) != dim(total.end.outputs[0] if found.padded else total.routes, -1):
+        return _padded(total, data, rows.index) if found.padded and rows.index is not None else None
     if rows.index is not None:
         return _picked(total, data, rows)
     if rows.order is not None:
@@ -80,6 +79,17 @@ def _picked(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     if not found.weights and not found.masks:
         return None
     return picked_seed(FORM, total.end, data, rows.index, found, only_read=rows.value)
+
+
+def _padded(total: Sum, data: ir.Value, index: PerRoute) -> Seed:
+    """The site of rows whose columns are cut after they were picked, as the operator's own body does."""
+    seed = picked_seed(FORM, total.end, data, index, total.found)
+    seed.problem = (
+        f"the rows '{data.name}', {dims(data)}, are cut to the width of the sum of {named(total.end)}, "
+        f"{dims(total.end.outputs[0])}, after they were picked: cut them before; where an optimiser inlined moetrt's "
+        "own function, map the file before it is optimised"
+    )
+    return seed
 
 
 def _weights_before(data: ir.Value, order: ir.Value, k_first: bool, found: Found) -> ir.Value | None:
@@ -136,24 +146,24 @@ def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     """Rows that nothing picks: one a route, or one an expert and token."""
     found = total.found
     width = dim(data, -1)
-    if not are_rows(data, 2, 3) or not found.weights or not isinstance(width, int):
+    if not are_rows(data, 2, 3, 4) or not found.weights or not isinstance(width, int):
         return None
     weights = found.weights[0]
     if len(found.weights) == 1 and not found.masks:
         matrix = strip(weights, found)
-        combine = combine_of(matrix.value) if not matrix.k_first and rank(matrix.value) == 2 else None
+        combine = combine_of(matrix.value) if not matrix.k_first and rank(matrix.value) in (2, 3) else None
         if combine is not None:
-            operand = Operand(data, reshape_to=(-1, width) if rank(data) == 3 else None)
+            operand = Operand(data, reshape_to=(-1, width) if rank(data) != 2 else None)
             return chosen_experts(total.end, operand, found, combine, tokens_last=rows.k_first)
     top_k = found.top_k
     routed = is_routed(weights.value)
     # Rows of [T, K, H] may be anything that is pooled, unless a router chose the weights.
-    if not isinstance(top_k, int) or top_k > MOST_ROUTES or (rank(data) == 3 and not routed):
+    if not isinstance(top_k, int) or top_k > MOST_ROUTES or (rank(data) != 2 and not routed):
         return None
     problem = None
     if found.masks:
         problem = f"the rows of {named(total.end)} are masked by '{found.masks[0].value.name}', but not picked by it"
-    operand = Operand(data, reshape_to=(-1, width) if rank(data) == 3 else None)
+    operand = Operand(data, reshape_to=(-1, width) if rank(data) != 2 else None)
     index = route_numbers(weights, top_k) if rows.k_first else None
     form = DENSE_FORM if rows.k_first and rank(data) == 3 else ROUTE_FORM
     return weighted_seed(form, total.end, operand, found, index, problem)
@@ -215,6 +225,45 @@ def _by_matrix(node: ir.Node) -> Seed | None:
     if gemm:
         _take_gemm(seed, node)
     return seed
+
+
+def _by_capacity(node: ir.Node) -> Seed | None:
+    """The site of GShard's combine, ``tec,ech->th``: rows by expert and place, some of which were dropped."""
+    if not is_op(node, "Einsum", "MatMul", "Gemm") or len(node.inputs) < 2:
+        return None
+    combine, rows = (given(value) for value in node.inputs[:2])
+    if is_op(node, "Einsum"):
+        left, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
+        terms = left.split(",")
+        if len(terms) != 2 or not result:
+            return None
+        if result[-1] in terms[0]:
+            combine, rows, terms = rows, combine, terms[::-1]
+        summed = [letter for letter in terms[0] if letter in terms[1] and letter not in result]
+        if len(summed) != 2 or not terms[1].endswith(result[-1]) or result[-1] in terms[0]:
+            return None
+    else:
+        # The exporters' own spelling of that product: both are flattened to a matrix first.
+        inner = [without_reshapes(value) for value in (combine, rows)]
+        places, wide = (dims(value) or [] for value in inner)
+        if min(len(places), len(wide)) < 3 or rank(rows) != 2:
+            return None
+        if places[-2:] != wide[-3:-1] or dim(rows, -1) != wide[-1] or rank(combine) != 2:
+            return None
+        combine = inner[0]
+    if not are_rows(before_upcast(rows), 2, 3, 4) or not is_routed(combine):
+        return None
+    return Seed(
+        form=CAPACITY_FORM,
+        node=node,
+        value=node.outputs[0],
+        operands={"gemm2_permuted": Operand(before_upcast(rows)), "expert_weights": Operand(combine)},
+        problem=(
+            f"'{combine.name}' has a place for each token of each expert ({dims(combine)}), and tokens beyond an "
+            "expert's capacity are dropped: no map of K rows a token is in the graph; gather the K rows of each token "
+            "by their expert and place, with -1 in the map where a token was dropped"
+        ),
+    )
 
 
 def _take_gemm(seed: Seed, node: ir.Node) -> None:

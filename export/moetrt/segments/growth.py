@@ -27,6 +27,9 @@ from moetrt.segments.reading import (
 from moetrt.segments.rms_norm import RmsNorm, find_rms_norm, what_follows
 from moetrt.segments.tail import Operand, Seed, Term
 
+_WIDENED = "InsertedPrecisionFreeCast_"
+"""What ONNX Runtime calls values that it computes in float32 because the CPU has no operator for float16."""
+
 
 @dataclass
 class Tail:
@@ -94,9 +97,15 @@ def grow(seed: Seed) -> Grown:
 
 def _ends(tail: Tail, seed: Seed) -> str:
     if tail.value.dtype != seed.data:
+        widened = (tail.value.name or "").startswith(_WIDENED)
+        advice = (
+            "ONNX Runtime widened this file when it optimised it for a CPU: map it before it is optimised"
+            if widened
+            else "cast it to the rows' dtype before it is stored or normalised"
+        )
         return (
             f"the sum '{tail.value.name}' stays {dtype_name(tail.value.dtype)} while the rows are "
-            f"{dtype_name(seed.data)}: cast it to the rows' dtype before it is stored or normalised"
+            f"{dtype_name(seed.data)}: {advice}"
         )
     return f"no RMSNorm follows the sum '{tail.value.name}', which is a graph output"
 

@@ -3,6 +3,7 @@
 The terms may also be experts, each with the rows that it made for every token.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -10,7 +11,7 @@ import onnx_ir as ir
 from moetrt.segments.combine import Combine, combine_of
 from moetrt.segments.gather import DENSE_FORM, MOST_ROUTES, chosen_experts
 from moetrt.segments.maps import clamped_map, route_numbers
-from moetrt.segments.reading import before_upcast, dim, is_op, named, rank, scalar, sole_reader
+from moetrt.segments.reading import before_upcast, dim, dims, is_op, named, rank, scalar, sole_reader
 from moetrt.segments.routers import is_routed
 from moetrt.segments.routes import (
     Found,
@@ -22,11 +23,12 @@ from moetrt.segments.routes import (
     index_of,
     map_operand,
     selected_on,
+    summed_axis,
     walk_back,
     weighted_seed,
     without_reshapes,
 )
-from moetrt.segments.tail import Operand, Seed, Write
+from moetrt.segments.tail import Operand, Seed, Write, written
 
 FORM = "loop"
 
@@ -48,13 +50,15 @@ class _Columns:
 
 
 def seed_at(node: ir.Node) -> Seed | None:
-    """The seed whose first addition ``node`` is, or None."""
-    if not is_op(node, "Add") or rank(node.outputs[0]) != 2 or not all(map(_may_be_term, node.inputs)):
-        return None
+    """The seed whose first addition, or whose sum of all terms, ``node`` is, or None."""
     # The shared expert's output may be a product too: the longest sum that is one over k is taken.
-    for end in reversed(_ends(node)):
-        leaves = [leaf for leaf in _leaves(end) if scalar(leaf) != 0]
-        if not 2 <= len(leaves) <= MOST_ROUTES or _first(end) is not node:
+    try:
+        sums = list(_sums(node))
+    except NotThis:
+        return None
+    for end, added in sums:
+        leaves = [leaf for leaf in added if scalar(leaf) != 0]
+        if not 2 <= len(leaves) <= MOST_ROUTES:
             continue
         try:
             terms = [_term(leaf, len(leaves)) for leaf in leaves]
@@ -67,6 +71,44 @@ def seed_at(node: ir.Node) -> Seed | None:
         if seed is not None:
             return seed
     return None
+
+
+def _sums(node: ir.Node) -> Iterator[tuple[ir.Node, list[ir.Value]]]:
+    """The sums that begin at ``node``: the node that ends each, and what it adds; the longest first."""
+    if is_op(node, "ReduceSum"):
+        stacked = _stacked(node)
+        if stacked is not None:
+            yield stacked
+    elif rank(node.outputs[0]) not in (2, 3) or not all(map(_may_be_term, node.inputs)):
+        return
+    elif is_op(node, "Sum"):
+        yield node, [given(value) for value in node.inputs]
+    elif is_op(node, "Add"):
+        for end in reversed(_ends(node)):
+            if _first(end) is node:
+                yield end, _leaves(end)
+
+
+def _stacked(node: ir.Node) -> tuple[ir.Node, list[ir.Value]] | None:
+    """``torch.stack(terms, axis).sum(axis)``, as Unsqueeze, Concat and ReduceSum."""
+    concat = given(node.inputs[0]).producer()
+    ndim = rank(given(node.inputs[0]))
+    if concat is None or not is_op(concat, "Concat") or ndim not in (3, 4) or len(concat.inputs) > MOST_ROUTES:
+        return None
+    summed = summed_axis(node, ndim)
+    if summed is None or concat.attributes.get_int("axis", 0) % ndim != summed[0]:
+        return None
+    terms = []
+    for value in concat.inputs:
+        step = given(value).producer()
+        if step is None or not is_op(step, "Unsqueeze", "Reshape"):
+            return None
+        term, axis = given(step.inputs[0]), summed[0]
+        before, after = dims(term), dims(given(value))
+        if before is None or after is None or after != [*before[:axis], 1, *before[axis:]] or not _may_be_term(term):
+            return None
+        terms.append(term)
+    return summed[1], terms
 
 
 def _may_be_term(value: ir.Value | None) -> bool:
@@ -92,7 +134,7 @@ def _ends(node: ir.Node) -> list[ir.Node]:
 def _is_addition(value: ir.Value) -> bool:
     """Whether ``value`` is a sum that only another addition reads."""
     node = value.producer()
-    return node is not None and is_op(node, "Add") and sole_reader(value) is not None and rank(value) == 2
+    return node is not None and is_op(node, "Add") and sole_reader(value) is not None and rank(value) in (2, 3)
 
 
 def _leaves(end: ir.Node) -> list[ir.Value]:
@@ -176,7 +218,7 @@ def _of_experts(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | N
         return None
     found = Found(len(terms), scale=terms[0].found.scale, weights=[weights.whole])
     whole = weights.whole
-    combine = combine_of(whole.value) if not whole.k_first and rank(whole.value) == 2 else None
+    combine = combine_of(whole.value) if not whole.k_first and rank(whole.value) in (2, 3) else None
     if combine is None and not is_routed(whole.value):
         return None
     slices = [_slice(term.rows) for term in terms]
@@ -187,14 +229,17 @@ def _of_experts(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | N
         return _seed(end, source, source, found, combine, axis == 0, problem)
     rows = [term.rows.value for term in terms if term.rows.index is None and term.rows.order is None]
     values = [before_upcast(value) for value in rows if value is not None]
-    if len(values) != len(terms) or not all(are_rows(value, 2) for value in values):
+    if len(values) != len(terms) or not all(are_rows(value, 2, 3) for value in values):
         return None
     # The terms may come in any order: the rows are put together in that of the weights' columns.
     problem = _complaint(end, weights.taken, weights.taken)
     ordered = [value for _, value in sorted(zip(weights.taken, values, strict=True), key=lambda pair: pair[0])]
 
     def make(write: Write) -> ir.Value:
-        return write("Concat", ordered, {"axis": 0}, ordered[0].dtype, [None, dim(ordered[0], -1)])
+        width = int(dim(ordered[0], -1) or 0)
+        shapes = [None if rank(value) == 2 else (-1, width) for value in ordered]
+        flat = [written(Operand(value, reshape_to=to), write) for value, to in zip(ordered, shapes, strict=True)]
+        return write("Concat", flat, {"axis": 0}, ordered[0].dtype, [None, width])
 
     return _seed(end, ordered[0], Operand(ordered[0], make=make), found, combine, True, problem)
 

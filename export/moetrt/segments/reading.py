@@ -94,6 +94,10 @@ def _filled(value: ir.Value | None) -> float | None:
         return None
     if is_op(node, "Expand"):
         return scalar(node.inputs[0])
+    if is_op(node, "Cast") and value is not None and value.dtype == ir.DataType.FLOAT:
+        # What widens a half-precision number keeps it: ONNX Runtime puts such Casts into files that it optimises.
+        source = node.inputs[0]
+        return scalar(source) if source is not None and source.dtype in HALF_DTYPES else None
     if is_op(node, "ConstantOfShape"):
         fill = node.attributes.get("value")
         return float(_array(fill.as_tensor()).ravel()[0]) if fill is not None else 0.0

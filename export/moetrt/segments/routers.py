@@ -1,17 +1,20 @@
-"""Routers: the TopK nodes that choose a token's experts, and which of them reach a tail that was found."""
+"""Routers: the TopK nodes that choose a token's experts, and which of them reach no tail that was found."""
 
+from collections import deque
 from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import dims, is_op, named
+from moetrt.segments.reading import dim, dims, is_constant, is_op, named, rank, readers
+
+FORM = "router"
 
 _MOST_EXPERTS = 2048
 _MOST_ROUTES = 64
 _MOST_NODES = 64
+_MOST_READERS = 512
 
-_ENDS = ("MatMul", "Gemm", "Conv", "Einsum")
-"""Where scores are made: what lies before them belongs to the hidden states."""
+_PRODUCTS = ("MatMul", "Gemm", "Conv", "Einsum")
 
 
 def is_routed(weights: ir.Value) -> bool:
@@ -20,7 +23,7 @@ def is_routed(weights: ir.Value) -> bool:
     pending = [weights]
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop().producer()
-        if node is None or node in seen or is_op(node, *_ENDS):
+        if node is None or node in seen or _makes_scores(node):
             continue
         if is_op(node, "TopK"):
             return True
@@ -29,44 +32,61 @@ def is_routed(weights: ir.Value) -> bool:
     return False
 
 
-def unheard_routers(nodes: Iterable[ir.Node], heard: Iterable[ir.Value]) -> list[str]:
-    """What a user should know of the TopK nodes that look like routers and reach no tail.
+def unheard_routers(nodes: Iterable[ir.Node], heard: Iterable[ir.Value]) -> list[tuple[ir.Node, str]]:
+    """The TopK nodes that choose a token's experts and reach no tail, and what a user should know of each.
 
     Args:
         nodes: of the graph.
-        heard: the weights and maps of the tails that were found.
+        heard: the weights and maps of the tails that were found, and what those that were not mapped read.
     """
     reached: set[ir.Node] = set()
     pending = list(heard)
     while pending:
         node = pending.pop().producer()
-        if node is None or node in reached or is_op(node, *_ENDS):
+        if node is None or node in reached or _makes_scores(node):
             continue
         reached.add(node)
         pending += [value for value in node.inputs if value is not None]
-    notes = []
+    found = []
     for node in nodes:
         chosen = _chosen(node)
-        if chosen is not None and node not in reached and _is_read(node):
-            notes.append(
-                f"{named(node)} chooses {chosen[0]} of {chosen[1]} and reaches no tail that was found: if these are "
-                "experts, the sum over them is written in a way that is not known"
+        if chosen is not None and node not in reached and _scores_experts(node, chosen[1]) and _reaches_experts(node):
+            found.append(
+                (
+                    node,
+                    f"{named(node)} chooses {chosen[0]} of {chosen[1]} experts, and the sum over them is written in a "
+                    "way that is not known: gather each token's rows by a map and sum them over k (see README, Limits)"
+                    ", or export with moetrt export",
+                )
             )
-    return notes
+    return found
+
+
+def _makes_scores(node: ir.Node) -> bool:
+    """Whether ``node`` makes a router's scores, or rows: what lies before it belongs to the hidden states.
+
+    An einsum of two computed values puts weights into places, as GShard's does.
+    """
+    return is_op(node, *_PRODUCTS) and not (is_op(node, "Einsum") and not any(map(_is_weight, node.inputs)))
+
+
+def _is_weight(value: ir.Value | None) -> bool:
+    """Whether ``value`` is a weight of the model, behind what gives it another dtype or shape."""
+    while value is not None and not is_constant(value):
+        node = value.producer()
+        if node is None or not is_op(node, "Cast", "Transpose", "Reshape", "Identity", "DequantizeLinear"):
+            return False
+        value = node.inputs[0]
+    return value is not None
 
 
 def _chosen(node: ir.Node) -> tuple[int, int] | None:
-    """How many of how many a TopK chooses for each token; None where it is no router's."""
+    """How many of how many scores a TopK chooses along the last axis; None where it is no router's."""
     if not is_op(node, "TopK") or node.inputs[0] is None:
         return None
     scores, values = dims(node.inputs[0]), dims(node.outputs[0])
-    if (
-        scores is None
-        or values is None
-        or len(scores) < 2
-        or not node.inputs[0].dtype
-        or not node.inputs[0].dtype.is_floating_point()
-    ):
+    dtype = node.inputs[0].dtype
+    if scores is None or values is None or len(scores) < 2 or not dtype or not dtype.is_floating_point():
         return None
     if node.attributes.get_int("axis", -1) not in (-1, len(scores) - 1):
         return None
@@ -76,6 +96,56 @@ def _chosen(node: ir.Node) -> tuple[int, int] | None:
     return (chosen, of) if chosen <= _MOST_ROUTES and chosen < of <= _MOST_EXPERTS else None
 
 
-def _is_read(node: ir.Node) -> bool:
-    """Whether a node of the graph reads what was chosen: a TopK that ends the graph samples."""
-    return any(output.uses() for output in node.outputs)
+def _scores_experts(topk: ir.Node, experts: int) -> bool:
+    """Whether a layer gives one score for each expert: a product with a weight, or what the graph is given.
+
+    Scores of tokens (Mixture-of-Depths), of beams times words, of a query's keys and of boxes are none of these.
+    """
+    seen: set[ir.Node] = set()
+    pending = [topk.inputs[0]]
+    while pending and len(seen) < _MOST_NODES:
+        value = pending.pop()
+        node = value.producer() if value is not None else None
+        if value is None or node in seen:
+            continue
+        if node is None:
+            if not is_constant(value) and (rank(value) or 0) >= 2 and dim(value, -1) == experts:
+                return True
+            continue
+        seen.add(node)
+        if not is_op(node, *_PRODUCTS):
+            pending += list(node.inputs)
+        elif any(map(_is_weight, node.inputs)) and dim(node.outputs[0], 1 if is_op(node, "Conv") else -1) == experts:
+            return True
+    return False
+
+
+def _reaches_experts(topk: ir.Node) -> bool:
+    """Whether what was chosen meets a product or hidden states: sampling from a vocabulary does not.
+
+    A choice among groups of experts meets the TopK that chooses among their experts first, and chosen words go
+    through a table of embeddings.
+    """
+    small = {1, *(dim(value, -1) for value in (*topk.inputs[:1], *topk.outputs) if value is not None)}
+    seen: set[ir.Node] = set()
+    pending = deque(value for value in topk.outputs)
+    while pending and len(seen) < _MOST_READERS:
+        value = pending.popleft()
+        for node in readers(value):
+            if node in seen or _chosen(node) is not None or _looks_up_words(node, value):
+                continue
+            seen.add(node)
+            if is_op(node, *_PRODUCTS) or (is_op(node, "Mul", "Where") and _is_wide(node.outputs[0], small)):
+                return True
+            pending += node.outputs
+    return False
+
+
+def _looks_up_words(node: ir.Node, index: ir.Value) -> bool:
+    table = node.inputs[0]
+    return is_op(node, "Gather") and table is not index and rank(table) == 2 and _is_weight(table) if table else False
+
+
+def _is_wide(value: ir.Value, small: set[int | str | None]) -> bool:
+    width = dim(value, -1)
+    return isinstance(width, int) and width not in small and value.dtype is not None and value.dtype.is_floating_point()

@@ -3,6 +3,7 @@
 A route is (token, k). Values that hold one number a route are followed in either layout: [T, K] or [K, T], flat or not.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -67,6 +68,8 @@ class Found:
         top_k: K; a symbol or None where it is no number.
         k_first: the layout of the value that the walk stands at.
         by_column: whether the walk goes back from one term, which holds one route of each token.
+        counted: what has as many rows as a mask lets entries be, beside being 0 or more.
+        padded: whether columns after the first H were cut off.
     """
 
     top_k: int | str | None = None
@@ -74,6 +77,8 @@ class Found:
     by_column: bool = False
     masks: list[PerRoute] = field(default_factory=list)
     weights: list[PerRoute] = field(default_factory=list)
+    counted: list[ir.Value] = field(default_factory=list)
+    padded: bool = False
     scale: float = 1.0
 
     def here(self, value: ir.Value) -> PerRoute:
@@ -122,6 +127,9 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
             continue
         if _is_view(node, source, value):
             value = source
+        elif _cuts_columns(node, source, value):
+            found.padded = True
+            value = source
         elif is_op(node, "Mul") and (routes := _take_factor(node, value, found)) is not None:
             value = routes
         elif is_op(node, "Where") and (kept := _take_mask(node, found)) is not None:
@@ -144,6 +152,18 @@ def _is_view(node: ir.Node, source: ir.Value, value: ir.Value) -> bool:
         return dims(source) == dims(value) and (steps is None or set(ints(steps) or [0]) == {1})
     # An Expand to the shape that its input has; one that repeats a single row has a 1 there.
     return is_op(node, "Expand") and rank(source) == rank(value) and _same_width(source, value) and dim(source, 0) != 1
+
+
+def _cuts_columns(node: ir.Node, source: ir.Value, value: ir.Value) -> bool:
+    """Whether ``value`` has the first columns of rows that were picked, ``source``, and each of them."""
+    picked = source.producer()
+    while picked is not None and is_op(picked, "Cast"):
+        picked = given(picked.inputs[0]).producer()
+    if not is_op(node, "Slice") or not is_op(picked, "Gather"):
+        return False
+    along, steps = ints(input_of(node, 3)), ints(input_of(node, 4))
+    last = (rank(source) or 0) - 1
+    return ints(node.inputs[1]) == [0] and along in ([-1], [last]) and steps in ([1], None)
 
 
 def _swaps_t_and_k(node: ir.Node, source: ir.Value, found: Found) -> bool:
@@ -263,7 +283,7 @@ def _is_per_route(factor: ir.Value, product: ir.Value) -> bool:
 
 
 def _take_mask(node: ir.Node, found: Found) -> ir.Value | None:
-    condition, kept = given(node.inputs[0]), _split_where(node)
+    condition, kept = given(node.inputs[0]), _split_where(node) or _split_operators_where(node, found)
     if kept is None or rank(condition) != rank(kept) or dim(condition, -1) != 1:
         return None
     mask = _mask(found.here(condition), kept is node.inputs[1], found)
@@ -279,6 +299,21 @@ def _split_where(node: ir.Node) -> ir.Value | None:
         if scalar(node.inputs[index]) == 0:
             return node.inputs[3 - index]
     return None
+
+
+def _split_operators_where(node: ir.Node, found: Found) -> ir.Value | None:
+    """What a Where keeps, if the other operand is 0 where the map is -1, and NaN elsewhere: the operator's own body."""
+    other = without_reshapes(given(node.inputs[2])).producer()
+    if other is None or not is_op(other, "Where") or scalar(other.inputs[1]) != 0 or not _is_nan(other.inputs[2]):
+        return None
+    absent = _mask(found.here(given(other.inputs[0])), False, found)
+    kept = _mask(found.here(given(node.inputs[0])), True, found)
+    return node.inputs[1] if absent is not None and absent == kept else None
+
+
+def _is_nan(value: ir.Value | None) -> bool:
+    tensor = constant(value)
+    return tensor is not None and tensor.size == 1 and math.isnan(float(tensor.numpy().ravel()[0]))
 
 
 def take_weights(place: PerRoute, found: Found) -> None:
@@ -347,8 +382,11 @@ def _keeps_numbers(source: ir.Value, value: ir.Value) -> bool:
 
 
 def _selected(node: ir.Node, value: ir.Value, found: Found) -> PerRoute | None:
-    """The [T, K] or [K, T] of which ``value`` is one k."""
+    """The [T, K], [B, S, K] or [K, T] of which ``value`` is one k."""
     source = given(node.inputs[0])
+    if rank(source) == 3 and dim(source, 2) == found.top_k:
+        column = selected_on(node, value, 2)
+        return None if column is None else PerRoute(source, False, column)
     if rank(source) != 2:
         return None
     for axis, k_first in ((1, False), (0, True)):
@@ -412,10 +450,27 @@ def _mask(condition: PerRoute, keeps: bool, found: Found) -> PerRoute | None:
         return _mask(replace(place, value=given(node.inputs[0])), not keeps, found)
     if len(node.inputs) != 2:
         return None
+    if is_op(node, "And") and keeps:
+        return _mask_with_bound(replace(place, value=given(node.inputs[0])), given(node.inputs[1]), found)
     first, second = scalar(node.inputs[0]), scalar(node.inputs[1])
     if _KEEPS.get((node.op_type, first, second)) is not keeps:
         return None
     return strip(replace(place, value=given(node.inputs[0] if first is None else node.inputs[1])), found)
+
+
+def _mask_with_bound(place: PerRoute, bound: ir.Value, found: Found) -> PerRoute | None:
+    """The map in ``(map >= 0) & (map < R)``."""
+    mask = _mask(place, True, found)
+    less = strip(replace(place, value=bound), found).value.producer()
+    if mask is None or less is None or not is_op(less, "Less"):
+        return None
+    if strip(replace(place, value=given(less.inputs[0])), found) != mask:
+        return None
+    counted = _counted(given(less.inputs[1]))
+    if counted is None:
+        return None
+    found.counted.append(counted)
+    return mask
 
 
 def index_of(place: PerRoute, rows: ir.Value | None, found: Found) -> tuple[PerRoute, PerRoute | None]:
@@ -458,14 +513,20 @@ def _is_last_row(bound: ir.Value, rows: ir.Value | None) -> bool:
     less = _integer(bound).producer()
     if less is None or not is_op(less, "Sub") or scalar(less.inputs[1]) != 1:
         return False
-    source = _integer(given(less.inputs[0])).producer()
+    counted = _counted(given(less.inputs[0]))
+    return counted is not None and before_upcast(counted) is before_upcast(rows)
+
+
+def _counted(count: ir.Value) -> ir.Value | None:
+    """What has ``count`` rows, where the graph takes that number off its shape."""
+    source = _integer(count).producer()
     if source is not None and is_op(source, "Gather"):
         if scalar(source.inputs[1]) != 0:
-            return False
+            return None
         source = given(source.inputs[0]).producer()
     if source is None or not is_op(source, "Shape") or source.attributes.get_int("start", 0) != 0:
-        return False
-    return before_upcast(given(source.inputs[0])) is before_upcast(rows)
+        return None
+    return source.inputs[0]
 
 
 def _integer(value: ir.Value) -> ir.Value:
@@ -531,6 +592,12 @@ def picked_seed(
     """
     base, clamped = index_of(index, only_read or rows, found)
     operand, problem = map_operand(end, base, clamped, found, masked=masked)
+    for counted in found.counted:
+        if before_upcast(counted) is not before_upcast(only_read or rows):
+            problem = problem or (
+                f"the map '{base.value.name}' is masked where it is not below the number of rows of '{counted.name}', "
+                f"which is not what it picks, '{rows.name}'"
+            )
     return weighted_seed(form, end, rows, found, operand, problem)
 
 

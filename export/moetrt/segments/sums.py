@@ -13,7 +13,7 @@ class Sum:
     """A sum over k.
 
     Attributes:
-        routes: what is summed, [T, K, H] or [K, T, H].
+        routes: what is summed, [T, K, H] or [K, T, H]; [B, S, K, H] where the graph never flattens its tokens.
         end: the node whose output is the sum.
         found: K, the layout, and the weights where the summing node applied them.
     """
@@ -40,53 +40,63 @@ def sum_of(node: ir.Node) -> Sum | None:
 
 def _reduced(node: ir.Node) -> Sum | None:
     routes = given(node.inputs[0])
-    if rank(routes) != 3:
+    ndim = rank(routes)
+    if ndim not in (3, 4):
         return None
-    summed = summed_axis(node, 3)
-    if summed is None or summed[0] == 2:
+    summed = summed_axis(node, ndim)
+    if summed is None:
         return None
     axis, end = summed
-    if axis == 0 and not isinstance(dim(routes, 0), int):
+    k_first = axis == 0 and ndim == 3
+    if axis != ndim - 2 and not k_first:
+        return None
+    if k_first and not isinstance(dim(routes, 0), int):
         # Tokens are summed: the number of a token's experts is known.
         return None
-    return Sum(routes, end, Found(dim(routes, axis), k_first=axis == 0))
+    return Sum(routes, end, Found(dim(routes, axis), k_first=k_first))
 
 
 def _einsum(node: ir.Node) -> Sum | None:
-    """``tk,tkh->th``, in any letters, orders and layouts of t and k."""
+    """``tk,tkh->th``, in any letters, orders and layouts of t and k; ``bsk,bskh->bsh``."""
     left, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
     terms = left.split(",")
-    if len(terms) != 2 or len(result) != 2 or len(set(result)) != 2:
+    if len(terms) != 2 or len(result) not in (2, 3) or len(set(result)) != len(result):
         return None
-    wide = 0 if len(terms[0]) == 3 else 1
+    wide = 0 if len(terms[0]) == len(result) + 1 else 1
     routes, factor = terms[wide], terms[1 - wide]
-    token, column = result[0], result[1]
-    if len(set(routes)) != 3 or routes[2] != column or token not in routes or sorted(factor) != sorted(routes[:2]):
+    tokens, column = result[:-1], result[-1]
+    if len(set(routes)) != len(result) + 1 or routes[-1] != column or sorted(factor) != sorted(routes[:-1]):
         return None
     value, weights = given(node.inputs[wide]), given(node.inputs[1 - wide])
-    k_first = routes[1] == token
-    found = Found(dim(value, 0 if k_first else 1), k_first)
-    take_weights(PerRoute(weights, k_first=factor[1] == token), found)
+    k_first = len(tokens) == 1 and routes[1] == tokens
+    if not k_first and routes[:-2] != tokens:
+        return None
+    if len(tokens) > 1 and factor != routes[:-1]:
+        return None
+    found = Found(dim(value, 0 if k_first else len(tokens)), k_first)
+    take_weights(PerRoute(weights, k_first=factor[-1] == tokens), found)
     return Sum(value, node, found)
 
 
 def _matmul(node: ir.Node) -> Sum | None:
-    """``[T, 1, K] @ [T, K, H]`` or ``[T, H, K] @ [T, K, 1]``, then without the 1."""
+    """``[T, 1, K] @ [T, K, H]`` or ``[T, H, K] @ [T, K, 1]``, then without the 1; T may be B and S."""
     left, right = given(node.inputs[0]), given(node.inputs[1])
-    if rank(left) != 3 or rank(right) != 3:
+    ndim = rank(left)
+    if ndim not in (3, 4) or rank(right) != ndim:
         return None
-    if dim(left, 1) == 1:
-        weights, routes, axis = left, right, 1
-    elif dim(right, 2) == 1:
+    if dim(left, -2) == 1:
+        weights, routes, axis = left, right, ndim - 2
+    elif dim(right, -1) == 1:
         producer = left.producer()
-        if producer is None or not is_op(producer, "Transpose") or permutation_of(producer) != [0, 2, 1]:
+        order = [*range(ndim - 2), ndim - 1, ndim - 2]
+        if producer is None or not is_op(producer, "Transpose") or permutation_of(producer) != order:
             return None
-        weights, routes, axis = right, given(producer.inputs[0]), 2
+        weights, routes, axis = right, given(producer.inputs[0]), ndim - 1
     else:
         return None
     end = squeezed(node.outputs[0], axis)
     if end is None:
         return None
-    found = Found(dim(routes, 1))
+    found = Found(dim(routes, -2))
     take_weights(found.here(weights), found)
     return Sum(routes, end, found)

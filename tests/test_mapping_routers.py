@@ -1,0 +1,230 @@
+"""A router whose experts reach no tail that was found is a site that is not mapped; another TopK never is one.
+
+That no router of a model whose tails are mapped is one: tests/test_families.py and tests/test_mapping_foreign_models.py
+hold the number of sites against the number of MoE layers, of every family in `moetrt.models`.
+"""
+
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moetrt import cli
+from moetrt.inspection import inspect_file
+from moetrt.mapping import map_model
+from moetrt.mapping_report import MappingReport
+from moetrt.segments.routers import FORM
+from tests.foreign_graphs import OPTIMISERS
+from tests.mapping_graphs import Graph
+
+T, H, E, K, VOCABULARY, INT64 = 6, 16, 8, 2, 96, 7
+
+
+def exported(module: nn.Module, *example: Tensor, exporter: str = "dynamo") -> onnx.ModelProto:
+    """The module as ONNX, the first dimension of each input dynamic."""
+    module.eval()
+    names = [f"x{number}" for number in range(len(example))]
+    with warnings.catch_warnings(), io.BytesIO() as file:
+        warnings.simplefilter("ignore")
+        if exporter == "torchscript":
+            axes = {name: {0: "T"} for name in names}
+            torch.onnx.export(
+                module, example, file, opset_version=17, dynamo=False, input_names=names, dynamic_axes=axes
+            )
+            return onnx.load_from_string(file.getvalue())
+        shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
+        program = torch.onnx.export(
+            module, example, dynamic_shapes=(shapes,), opset_version=22, dynamo=True, verbose=False, input_names=names
+        )
+    assert program is not None
+    return ir.to_proto(program.model)
+
+
+def report_of(model: onnx.ModelProto) -> MappingReport:
+    return map_model(ir.from_proto(model))
+
+
+class Layers(nn.Module):
+    """A function of hidden states and the layers that it needs."""
+
+    def __init__(self, forward: Callable[..., Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = forward
+        self.layers = nn.ModuleDict(layers)
+        self.experts = nn.Parameter(torch.randn(E, H, H))
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return self.function(self, *x)
+
+
+def maxima_of_experts(self: Layers, x: Tensor) -> Tensor:
+    """The experts' outputs meet by their maximum: no finalize that anybody maps."""
+    weights, ids = torch.topk(self.layers["router"](x).softmax(-1), K)
+    products = torch.einsum("th,tkhf->tkf", x, self.experts[ids])
+    return x + (products * weights[..., None]).amax(1)
+
+
+def grouped_maxima(self: Layers, x: Tensor) -> Tensor:
+    """DeepSeek's choice: the two best of each of four groups, then groups, then experts."""
+    scores = self.layers["router"](x).sigmoid()
+    groups = scores.view(-1, 4, E // 4).topk(2, dim=-1)[0].sum(-1)
+    mask = torch.zeros_like(groups).scatter(1, groups.topk(2, dim=-1)[1], 1.0)
+    allowed = scores.masked_fill(mask.repeat_interleave(E // 4, dim=1) == 0, 0.0)
+    ids = allowed.topk(K, dim=-1)[1]
+    products = torch.einsum("th,tkhf->tkf", x, self.experts[ids])
+    return x + (products * scores.gather(1, ids)[..., None]).amax(1)
+
+
+def llama4_by_hand(self: Layers, x: Tensor) -> Tensor:
+    """The scores multiply what the experts read, and the sum over all experts has neither weights nor a map."""
+    top, ids = torch.topk(self.layers["router"](x), K)
+    scores = torch.full((x.shape[0], E), float("-inf")).scatter(1, ids, top).sigmoid().t()
+    return x + torch.bmm(scores[..., None] * x[None], self.experts).sum(0)
+
+
+UNKNOWN = {form.__name__: form for form in (maxima_of_experts, grouped_maxima, llama4_by_hand)}
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("form", UNKNOWN)
+def test_case21_router_without_a_tail_is_a_site(form: str, exporter: str) -> None:
+    model = exported(Layers(UNKNOWN[form], router=nn.Linear(H, E, bias=False)), torch.randn(T, H), exporter=exporter)
+    report = report_of(model)
+    assert (report.found, report.mapped, report.complete) == (1, 0, False), [site.became for site in report.sites]
+    (site,) = report.sites
+    assert (site.form, site.operator, site.matched) == (FORM, None, False)
+    assert f"chooses {K} of {E} experts" in (site.reason or "")
+    assert "TopK" in site.name
+    assert "gather each token's rows by a map and sum them over k" in (site.reason or "")
+    assert report.notes == []
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_case21_after_an_optimiser(optimiser: str) -> None:
+    model = exported(Layers(grouped_maxima, router=nn.Linear(H, E, bias=False)), torch.randn(T, H))
+    report = report_of(OPTIMISERS[optimiser](model))
+    assert [site.form for site in report.sites] == [FORM]
+
+
+def one_layer_maps(self: Layers, x: Tensor) -> Tensor:
+    """Two MoE layers, of which the second is written in a way that is known."""
+    x = maxima_of_experts(self, x)
+    weights, ids = torch.topk(self.layers["second"](x).softmax(-1), K)
+    rows = torch.einsum("th,tkhf->tkf", x, self.experts[ids])
+    return x + (rows * weights[..., None]).sum(1)
+
+
+def test_case21_where_only_some_layers_map_the_command_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Layers(one_layer_maps, router=nn.Linear(H, E), second=nn.Linear(H, E))
+    path, mapped = tmp_path / "model.onnx", tmp_path / "mapped.onnx"
+    onnx.save_model(exported(module, torch.randn(T, H)), path)
+    assert cli.run(["map", str(path), "-o", str(mapped)]) == 1
+    captured = capsys.readouterr()
+    assert "tails: 2 found, unknown expected, 1 mapped" in captured.out
+    assert "chooses 2 of 8 experts" in " ".join(captured.out.split())
+    assert "--allow-unmatched accepts that" in captured.err
+    assert cli.run(["map", str(path), "-o", str(mapped), "--allow-unmatched"]) == 0
+    inspection = inspect_file(path)
+    assert sorted(site.form == FORM for site in inspection.sites) == [False, True]
+    assert any(f": {FORM}, " in line for line in inspection.lines())
+
+
+# TopK nodes that choose no experts.
+
+
+def sampled(self: Layers, x: Tensor) -> Tensor:
+    top, ids = torch.topk(self.layers["head"](x), K)
+    cumulated = top.softmax(-1).cumsum(-1)
+    return ids.gather(1, (cumulated < 0.5).sum(-1, keepdim=True).clamp(max=K - 1))
+
+
+def filtered(self: Layers, x: Tensor) -> Tensor:
+    logits = self.layers["head"](x)
+    return logits.masked_fill(logits < logits.topk(K)[0][:, -1:], float("-inf")).softmax(-1)
+
+
+def next_words(self: Layers, x: Tensor) -> Tensor:
+    """Multi-token prediction: the best words' embeddings go into the next layer."""
+    ids = torch.topk(self.layers["head"](x), K)[1]
+    return self.layers["next"](self.layers["words"](ids)).sum(1)
+
+
+def beam_search(self: Layers, x: Tensor, scores: Tensor) -> Tensor:
+    """[beams, H] states; the best of beams times words, and the states of their beams go on."""
+    log = self.layers["head"](x).log_softmax(-1) + scores
+    best, at = torch.topk(log.reshape(1, -1), 4)
+    return self.layers["next"](x[(at // VOCABULARY).reshape(-1)]) + best.reshape(-1, 1)
+
+
+def mixture_of_depths(self: Layers, x: Tensor) -> Tensor:
+    """[B, S, H]: the tokens that go through the layer are chosen."""
+    weights, at = torch.topk(self.layers["token"](x).squeeze(-1), 4, dim=1)
+    index = at[..., None].expand(-1, -1, H)
+    chosen = self.layers["next"](x.gather(1, index)) * weights[..., None]
+    return x.scatter_add(1, index, chosen)
+
+
+def boxes(self: Layers, x: Tensor) -> Tensor:
+    """[B, N, H]: the best places of an image, as detectors choose their queries."""
+    best = torch.topk(self.layers["classes"](x).amax(-1), 4, dim=1)[1]
+    return self.layers["next"](x.gather(1, best[..., None].expand(-1, -1, H)))
+
+
+def sparse_attention(self: Layers, x: Tensor) -> Tensor:
+    """[B, S, H]: each query reads its best keys alone."""
+    scores = x @ x.transpose(1, 2)
+    kept = scores.masked_fill(scores < scores.topk(4)[0][..., -1:], float("-inf")).softmax(-1)
+    return self.layers["next"](kept @ x)
+
+
+def nearest_rows(self: Layers, x: Tensor, table: Tensor) -> Tensor:
+    """The nearest rows of a table, as in retrieval."""
+    best = torch.topk(x @ table.t(), K)[1]
+    return self.layers["next"](table[best].mean(1))
+
+
+OTHERS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "sampled": (sampled, ((T, H),)),
+    "filtered": (filtered, ((T, H),)),
+    "next_words": (next_words, ((T, H),)),
+    "beam_search": (beam_search, ((T, H), (T, 1))),
+    "mixture_of_depths": (mixture_of_depths, ((2, 8, H),)),
+    "boxes": (boxes, ((2, 8, H),)),
+    "sparse_attention": (sparse_attention, ((2, 8, H),)),
+    "nearest_rows": (nearest_rows, ((T, H), (40, H))),
+}
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("form", OTHERS)
+def test_other_topk_nodes_are_no_sites(form: str, exporter: str) -> None:
+    function, shapes = OTHERS[form]
+    layers = {
+        "head": nn.Linear(H, VOCABULARY),
+        "next": nn.Linear(H, H),
+        "words": nn.Embedding(VOCABULARY, H),
+        "token": nn.Linear(H, 1),
+        "classes": nn.Linear(H, 5),
+    }
+    model = exported(Layers(function, **layers), *(torch.randn(shape) for shape in shapes), exporter=exporter)
+    assert any(node.op_type == "TopK" for node in model.graph.node)
+    report = report_of(model)
+    assert (report.sites, report.notes) == ([], [])
+
+
+@pytest.mark.parametrize("what", ["sampling", "vocabulary", "sorting"])
+def test_scores_that_reach_nothing_are_no_routers(what: str) -> None:
+    g = Graph()
+    width = 50000 if what == "vocabulary" else E
+    logits = g.input("logits", ["T", width])
+    chosen = g.op("TopK", logits, g.ints(E if what == "sorting" else K), count=2)
+    g.output(chosen if what == "sampling" else g.op("Neg", chosen))
+    assert map_model(g.model()).sites == []
