@@ -50,12 +50,21 @@ def _take_choice(node: ir.Node) -> None:
     condition, output = constant(node.inputs[0]), node.outputs[0]
     if condition is None or condition.size != 1 or output.is_graph_output():
         return
-    chosen = node.inputs[1 if bool(condition.numpy().ravel()[0]) else 2]
-    shape = dims(chosen) if chosen is not None else None
-    if chosen is None or shape is None or None in shape or shape != dims(output) or chosen.dtype != output.dtype:
+    chosen, other = node.inputs[1:] if bool(condition.numpy().ravel()[0]) else node.inputs[:0:-1]
+    if chosen is None or other is None or chosen.dtype != output.dtype:
+        return
+    shape = dims(chosen)
+    known = shape is not None and None not in shape and shape == dims(output)
+    if not known and (condition.shape.numpy() or _before_casts(chosen) is not _before_casts(other)):
         return
     output.replace_all_uses_with(chosen)
     _remove(node)
+
+
+def _before_casts(value: ir.Value) -> ir.Value:
+    while (node := value.producer()) is not None and is_op(node, "Cast") and node.inputs[0] is not None:
+        value = node.inputs[0]
+    return value
 
 
 def _plain_cast(node: ir.Node) -> None:
