@@ -91,7 +91,8 @@ def _sums(node: ir.Node) -> Iterator[tuple[ir.Node, list[ir.Value]]]:
 
 def _stacked(node: ir.Node) -> tuple[ir.Node, list[ir.Value]] | None:
     """``torch.stack(terms, axis).sum(axis)``, as Unsqueeze, Concat and ReduceSum."""
-    concat = given(node.inputs[0]).producer()
+    # Terms of 16 bits may be widened before they are summed.
+    concat = before_upcast(given(node.inputs[0])).producer()
     ndim = rank(given(node.inputs[0]))
     if concat is None or not is_op(concat, "Concat") or ndim not in (3, 4) or len(concat.inputs) > MOST_ROUTES:
         return None
