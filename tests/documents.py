@@ -76,12 +76,13 @@ class Session:
         folder: where they run.
         trtexec: the folder of the stand-in, and its environment.
         names: what the Python snippets have defined.
+        code: the exit code of the last command.
     """
 
     folder: Path
     trtexec: tuple[Path, dict[str, str]] | None = None
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
-    _code: int = 0
+    code: int = 0
 
     def run(self, block: Block) -> str:
         """Runs a block of commands or a snippet and returns what it printed."""
@@ -95,18 +96,18 @@ class Session:
         for number, line in enumerate(lines, 1):
             said += self.command(line, with_trtexec=NEEDS_TRTEXEC in block.text)
             wanted = int(block.options.get("exit", 0)) if number == len(lines) else 0
-            assert self._code == wanted, f"{block.where}: {line}\nended with code {self._code}:\n{said}"
+            assert self.code == wanted, f"{block.where}: {line}\nended with code {self.code}:\n{said}"
         return said
 
     def command(self, line: str, *, with_trtexec: bool = False) -> str:
-        """Runs one command line and returns what it printed; `_code` is its exit code."""
+        """Runs one command line and returns what it printed; `code` is its exit code."""
         words = shlex.split(line, comments=True)
         if words[0] in ("moetrt", "python") and not _FOR_THE_SHELL.search(line):
             with self._inside() as said:
                 if words[0] == "moetrt":
-                    self._code = cli.run(words[1:])
+                    self.code = cli.run(words[1:])
                 else:
-                    self._code = 0
+                    self.code = 0
                     runpy.run_path(words[1], run_name="__main__")
             return said.getvalue()
         environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -122,7 +123,7 @@ class Session:
             stderr=subprocess.STDOUT,
             check=False,
         )
-        self._code = done.returncode
+        self.code = done.returncode
         return done.stdout
 
     def _snippet(self, block: Block) -> str:

@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,6 +270,20 @@ def test_tensorrt_says_less_than_the_plugin(
         assert words in text
     own = capfd.readouterr().err
     assert own == (f"[moetrt] MoEFinalizeAddRMSNorm 'tail': {line}\n" if line else "")
+
+
+def test_library_without_a_slash_is_not_found_in_the_current_folder(plugin_library: Path, tmp_path: Path) -> None:
+    shutil.copy(plugin_library, tmp_path / "libmoetrt_plugins.so")
+
+    def load(name: str) -> str:
+        # In a process of its own: one that has the library already finds it by its name.
+        command = [sys.executable, "-c", f"import ctypes; ctypes.CDLL({name!r})"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+
+    words = "libmoetrt_plugins.so: cannot open shared object file: No such file or directory"
+    assert words in OF_OTHERS
+    assert words in load("libmoetrt_plugins.so")
+    assert load("./libmoetrt_plugins.so") == ""
 
 
 def of_onnx_runtime(words: str, call: Callable[[], object]) -> None:
