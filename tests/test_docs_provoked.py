@@ -1,6 +1,7 @@
 """The messages of docs/troubleshooting.md that a machine without a GPU can provoke, provoked."""
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from moetrt import cli
+from moetrt import cli, models
 from moetrt.backends import gpus
 from moetrt.library import load_plugin_library
 from moetrt.mapping import map_file
@@ -272,6 +273,15 @@ def test_tensorrt_says_less_than_the_plugin(
     assert own == (f"[moetrt] MoEFinalizeAddRMSNorm 'tail': {line}\n" if line else "")
 
 
+def test_tensorrt_rtx_finds_a_plugin_of_another_namespace_by_its_domain(plugin_library: Path) -> None:
+    """docs/versions.md says so: an engine that TensorRT builds of such a file is no sign that the attribute is right."""
+    rtx = Rtx(load_plugin_library(plugin_library))
+    network = rtx.builder.create_network(0)
+    parser = rtx.trt.OnnxParser(network, rtx.logger)
+    assert parser.parse(tail(plugin_namespace="other").SerializeToString())
+    assert [network.get_layer(i).type for i in range(network.num_layers)] == [rtx.trt.LayerType.PLUGIN_V3]
+
+
 def test_library_without_a_slash_is_not_found_in_the_current_folder(plugin_library: Path, tmp_path: Path) -> None:
     shutil.copy(plugin_library, tmp_path / "libmoetrt_plugins.so")
 
@@ -310,6 +320,58 @@ def test_onnx_runtime_needs_the_function(prepared: Path) -> None:
 def test_onnx_runtime_has_no_bf16_arithmetic_on_the_cpu() -> None:
     text = BF16.replace("float[4] b", "bfloat16[4] b").replace("Cast <to = 1> (a)", "Mul (a, a)")
     of_onnx_runtime("NOT_IMPLEMENTED : Could not find an implementation for Mul(14) node", lambda: session(text))
+
+
+def test_onnx_runtime_takes_no_rotary_embedding_of_another_batch() -> None:
+    rotary = session("""
+    <ir_version: 10, opset_import: ["" : 23]>
+    g (float[3, 2, 5, 8] x, float[1, 5, 4] cos, float[1, 5, 4] sin) => (float[3, 2, 5, 8] y) {
+        y = RotaryEmbedding (x, cos, sin)
+    }""")
+    feeds = {name: np.ones(shape, np.float32) for name, shape in (("x", (3, 2, 5, 8)), ("cos", (1, 5, 4)))}
+    words = "Inputs 'cos_cache' and 'sin_cache' are expected to have the same shape as input 'x'"
+    of_onnx_runtime(words, lambda: rotary.run(None, feeds | {"sin": feeds["cos"]}))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "words"),
+    [
+        ("eager", "Could not guard on data-dependent expression"),
+        (
+            "grouped_mm",
+            "No ONNX function found for <OpOverload(op='transformers.grouped_mm_fallback', overload='default')>",
+        ),
+    ],
+)
+def test_torch_onnx_alone_takes_no_experts(
+    implementation: str, words: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert words in OF_OTHERS
+    caplog.set_level(logging.CRITICAL)
+    model = models.mixtral()
+    model.set_experts_implementation(implementation)
+    block = model.get_submodule("model.layers.0.mlp").eval()
+    with pytest.raises(torch.onnx.errors.OnnxExporterError) as raised:
+        torch.onnx.export(block, (torch.randn(2, 5, model.config.hidden_size),), dynamo=True, verbose=False)
+    causes = [str(raised.value)]
+    error: BaseException | None = raised.value
+    while error := error.__cause__:
+        causes.append(str(error))
+    assert any(words in cause for cause in causes)
+
+
+NOT_PROVOKED = {
+    # What our own builds keep from happening: the link is made, and formats are linear.
+    "terminate called",
+    "Failed to find any supported plugin/custom tactic format",
+}
+
+
+def test_messages_of_others_are_provoked() -> None:
+    """Each is named in a test of this file, or is one that nothing here provokes."""
+    here = Path(__file__).read_text(encoding="utf-8")
+    assert {quote for quote in OF_OTHERS if quote not in here} == set()
+    assert NOT_PROVOKED <= OF_OTHERS
 
 
 def test_bf16_arrays_are_not_taken() -> None:
