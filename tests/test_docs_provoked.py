@@ -274,7 +274,7 @@ def test_tensorrt_says_less_than_the_plugin(
 
 
 def test_tensorrt_rtx_finds_a_plugin_of_another_namespace_by_its_domain(plugin_library: Path) -> None:
-    """docs/versions.md says so: an engine that TensorRT builds of such a file is no sign that the attribute is right."""
+    """docs/versions.md says so: that TensorRT-RTX takes a file is no sign that the attribute is right."""
     rtx = Rtx(load_plugin_library(plugin_library))
     network = rtx.builder.create_network(0)
     parser = rtx.trt.OnnxParser(network, rtx.logger)
