@@ -17,9 +17,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 from onnx import TensorProto, helper
 
-from moetrt import cli
+from moetrt import cli, onnx_files
+from moetrt.replay import save_inputs
 
 BLOCK = "contract_to_engine:block"  # what the fixture mapped_block was exported from
 
@@ -351,6 +353,49 @@ def test_an_output_that_another_file_of_the_run_is(refused: Refused, mapped_bloc
     assert "is the ONNX model itself" in refused("build", mapped_block, "-o", mapped_block)
     assert not out.exists()
     assert mapped_block.read_bytes() == before
+
+
+def test_compare_overwrites_no_file_that_it_reads(
+    refused: Refused, mapped_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what was named nor what is looked for beside the model, nor either's data."""
+    monkeypatch.setattr(onnx_files, "SMALL_TENSOR_BYTES", 16)
+    for name in ("model", "mapped", "other"):
+        onnx_files.save_model(onnx_files.load_model(mapped_block), tmp_path / f"{name}.onnx")
+    other = tmp_path / "other.onnx"
+    source = tmp_path / "source"
+    source.mkdir()
+    named = {"--engine": tmp_path / "e.engine", "--plugin": tmp_path / "p.so"}
+    for path in (*named.values(), source / "config.json", tmp_path / "raw" / "x.bin"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    common = ["compare", tmp_path / "mapped.onnx", "--against"]
+    implied = [tmp_path / name for name in ("model.onnx", "model.onnx.data", "mapped.onnx.data")]
+    for path in (*implied, *named.values()):
+        for option in ("--json", "--save-inputs"):
+            assert f"'{path}' is the" in refused(*common, BLOCK, *sum(named.items(), ()), option, path)
+    for path in (other, tmp_path / "other.onnx.data"):
+        assert f"'{path}' is the" in refused(*common, BLOCK, "--unmapped", other, "--json", path)
+    config = source / "config.json"
+    assert f"'{config}' is the file of the source itself" in refused(*common, source, "--json", config)
+    raw = ["--save-inputs-raw", tmp_path / "raw"]
+    assert "x.bin' is the engine itself" in refused(*common, BLOCK, *raw, "--engine", tmp_path / "raw" / "x.bin")
+    assert "is not a folder" in refused(*common, BLOCK, "--save-inputs-raw", other)
+    page = tmp_path / "report.json"
+    assert "is the report itself" in refused(*common, BLOCK, "--json", page, "--report", tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_bench_and_families_overwrite_no_file_of_their_own(
+    refused: Refused, mapped_block: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page"
+    assert "is the JSON file itself" in refused("families", "--json", page, "--page", page)
+    saved = save_inputs({"x": torch.ones(3, 64), "residual": torch.ones(3, 64)}, tmp_path / "bench.json")
+    line = refused("bench", mapped_block, "-o", tmp_path, "--tool", "trtexec-11", "--script", "--load-inputs", saved)
+    assert "is the inputs file that is read itself" in line
+    assert list(tmp_path.iterdir()) == [saved]
 
 
 def test_an_invalid_model_is_named_by_every_command(refused: Refused, plain_onnx: Path) -> None:

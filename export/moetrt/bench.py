@@ -20,10 +20,12 @@ from moetrt.bench_plan import MANIFEST, NATIVE, PLUGIN, PYTHON, SCRIPT, Plan, ma
 from moetrt.bench_result import BenchResult, Compared, read_result
 from moetrt.console import Output
 from moetrt.errors import InputError
-from moetrt.files import existing_file, file_sha256, output_directory, write_atomically
+from moetrt.files import check_distinct, existing_file, file_sha256, output_directory, write_atomically
 from moetrt.library import library_sha256
+from moetrt.onnx_files import files_of, load_model
 from moetrt.provenance import command as command_line
 from moetrt.provenance import versions
+from moetrt.report_pages import page_files
 from moetrt.trtexec_files import first_error
 
 RESULT = "bench.json"
@@ -156,6 +158,7 @@ def prepare(
         seconds=seconds,
     )
     if write:
+        _check_outputs(plan, place, model_path, inputs_path)
         output_directory(place)
         copy_library(plan, place, plugin_library)
         write_inputs(plan, place, feeds)
@@ -163,6 +166,19 @@ def prepare(
         # The figures of an older run.
         (place / RESULT).unlink(missing_ok=True)
     return plan, notes
+
+
+def _check_outputs(
+    plan: Plan, folder: Path, model_path: str | os.PathLike[str], inputs_path: str | os.PathLike[str] | None
+) -> None:
+    """Checks that the benchmark's files are none of those that it reads."""
+    read = files_of(load_model(model_path), model_path)
+    if inputs_path is not None:
+        read.append(("inputs file that is read", inputs_path))
+    written = [MANIFEST, SCRIPT, RESULT, *(file for point in plan.points for file in point.inputs.values())]
+    written += [f"{plan.engine(way)}" for way in (PLUGIN, NATIVE)]
+    places = [folder / file for file in written] + page_files(folder)
+    check_distinct(read, [("file of the benchmark", place) for place in places])
 
 
 def _write_plan(plan: Plan, folder: Path, time_limit: float, notes: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -351,17 +352,26 @@ def compare_command(
     from moetrt.files import check_distinct, existing_file, output_file
     from moetrt.onnx_files import files_of, load_model
     from moetrt.parity import compare
+    from moetrt.report_pages import page_files
     from moetrt.source import load_source
+    from moetrt.walk import files_before_mapping
 
     shapes = _shapes(shapes_words)
     existing_file(model, "ONNX model")
     in_folder = os.path.join(report_folder, "parity.json") if report_folder else None
     written = [("report", json_path), ("report", in_folder), ("inputs file", save_inputs)]
+    written += [("page of the report", path) for path in (page_files(report_folder) if report_folder else ())]
     outputs = [(what, output_file(path, what)) for what, path in written if path]
     with out.step("compare") as step:
         graph = load_model(model)
-        read = [("inputs file that is read", load_inputs), ("file before mapping", unmapped)]
-        check_distinct([*files_of(graph, model), *((what, path) for what, path in read if path)], outputs)
+        if save_inputs_raw:
+            inputs = [value.name or "" for value in graph.graph.inputs if value.name not in graph.graph.initializers]
+            places = replay.raw_paths(inputs, save_inputs_raw).values()
+            outputs += [("raw inputs file", output_file(place, "raw inputs file")) for place in places]
+        read = [("inputs file that is read", load_inputs), ("engine", engine), ("engine", engine_without_plugin)]
+        read += [("plugin library", plugin), *(("file of the source", path) for path in _files_in(against))]
+        before = files_before_mapping(Path(model), existing_file(unmapped, "file before mapping") if unmapped else None)
+        check_distinct([*files_of(graph, model), *before, *((what, path) for what, path in read if path)], outputs)
         source = load_source(against, dtype=dtype)
         sizes = source.sizes_of(shapes)
         feed = replay.load_inputs(load_inputs) if load_inputs else replay.draw_inputs(graph, source, seed, sizes)
@@ -485,6 +495,11 @@ def bench_command(
         _page_of(out, output)
 
 
+def _files_in(folder: str) -> list[str]:
+    """The files of a folder, as of a source that is one; none where it is something else."""
+    return [entry.path for entry in os.scandir(folder) if entry.is_file()] if os.path.isdir(folder) else []
+
+
 def _page_of(out: Any, folder: str) -> None:
     """Makes the page of a folder whose own work is done: what keeps a page from being made is said and no more."""
     from moetrt.report import make_report
@@ -554,10 +569,10 @@ def families_command(
         raise InputError("--page was given with families or dtypes; it is a page of all families in all dtypes")
     from moetrt.families import DTYPES, default_jobs, family_names, run_families
     from moetrt.families_page import COLUMNS, cells, page
-    from moetrt.files import output_file, write_atomically
+    from moetrt.files import check_distinct, output_file, write_atomically
 
-    for path in filter(None, (json_path, page_path)):
-        output_file(path)
+    written = [("JSON file", json_path), ("page", page_path)]
+    check_distinct([], [(what, output_file(path)) for what, path in written if path])
     rows = []
     with out.bar("families", len(set(names)) or len(family_names())) as done:
         for row in run_families(names, dtypes=dtypes or DTYPES, jobs=default_jobs() if jobs is None else jobs):

@@ -5,7 +5,7 @@ raw file an input is what trtexec's ``--loadInputs`` reads.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from moetrt.errors import InputError
-from moetrt.files import existing_file, output_directory, output_file, write_atomically
+from moetrt.files import as_path, existing_file, output_directory, output_file, write_atomically
 from moetrt.onnx_op import named_inputs, operator_of
 from moetrt.source import Source
 
@@ -130,22 +130,35 @@ def load_inputs(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     return feed
 
 
-def save_raw(feed: Mapping[str, torch.Tensor], directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """Writes one file an input, its numbers one after the other as they lie in memory, and no header.
-
-    Returns:
-        The files by input; names that are no file names are spelled with "_".
+def raw_paths(names: Iterable[str], directory: str | os.PathLike[str]) -> dict[str, Path]:
+    """Where `save_raw` writes inputs of these names; names that are no file names are spelled with "_".
 
     Raises:
-        InputError: the folder cannot be written, or two inputs would have the same file.
+        InputError: the folder is something else, or two inputs would have the same file.
     """
-    folder = output_directory(directory)
+    folder = as_path(directory, "output folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"output folder '{folder}' cannot be written: '{folder}' is not a folder")
     paths: dict[str, Path] = {}
-    for name in feed:
+    for name in names:
         place = folder / f"{''.join(c if c.isalnum() or c in '._-' else '_' for c in name)}.bin"
         if place in paths.values():
             raise InputError(f"inputs '{name}' and another would both be written to '{place}'")
         paths[name] = place
+    return paths
+
+
+def save_raw(feed: Mapping[str, torch.Tensor], directory: str | os.PathLike[str]) -> dict[str, Path]:
+    """Writes one file an input, its numbers one after the other as they lie in memory, and no header.
+
+    Returns:
+        The files by input, as of `raw_paths`.
+
+    Raises:
+        InputError: the folder cannot be written, or as of `raw_paths`.
+    """
+    paths = raw_paths(feed, directory)
+    output_directory(directory)
     for name, place in paths.items():
         with write_atomically(place) as temporary:
             temporary.write_bytes(feed[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -35,6 +35,11 @@ _SYMBOLS = {
 """States have a symbol beside their colour."""
 
 
+def page_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The files that `write_report` writes into the folder of a report where no page is named."""
+    return [(Path(folder) / PAGE).with_suffix(suffix) for suffix in (".html", ".json", ".md")]
+
+
 def write_report(report: Report, folder: str | os.PathLike[str], page: str | os.PathLike[str] | None = None) -> Path:
     """Writes the report as HTML, and as JSON and Markdown beside it.
 

@@ -18,8 +18,9 @@ import torch
 from moetrt.capture import MODEL_FILE, capture
 from moetrt.diagnosis import EXACT, Cause, Operation, distance, explain, rounded
 from moetrt.errors import InputError, MoetrtError
+from moetrt.files import Named
 from moetrt.mapping import map_model
-from moetrt.onnx_files import load_model, save_model
+from moetrt.onnx_files import data_files, load_model, save_model
 from moetrt.reference import reference
 from moetrt.runners import OrtRunner, ort_session, side_by_side
 from moetrt.source import Source
@@ -114,6 +115,25 @@ class Original:
     named: bool = False
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     single: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def files_before_mapping(path: Path, given: Path | None) -> list[Named]:
+    """The files that `find_original` reads, for `moetrt.files.check_distinct`.
+
+    Raises:
+        InputError: the file that is given cannot be read.
+    """
+    place = given or path.with_name(MODEL_FILE)
+    if given is None and not place.is_file():
+        return []
+    try:
+        data = data_files(load_model(place))
+    except MoetrtError:
+        if given is not None:
+            raise
+        data = []
+    what = "file before mapping"
+    return [(what, place), *((f"data file of the {what}", file) for file in data)]
 
 
 def find_original(path: Path, mapped: ir.Model, given: Path | None) -> Original | None:
