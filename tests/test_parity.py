@@ -338,7 +338,10 @@ def test_nothing_finite_is_nothing_compared() -> None:
     lost = torch.full((4,), math.nan)
     result = judge(lost, lost, lost.double(), name="y")
     assert not result.passed
-    assert "nothing to compare" in result.reason
+    assert "nothing can be compared" in result.reason
+    assert result.undecided
+    assert not judge(torch.ones(4), lost, lost.double(), name="y").undecided
+    assert not judge(lost, torch.ones(4), torch.ones(4).double(), name="y").undecided
 
 
 def test_inputs_that_decide_nothing_are_no_pass() -> None:
@@ -682,6 +685,43 @@ def test_sizes_of_another_type_are_named(source: Source, good: Path) -> None:
         compare(good, source, sizes={"tokens": "3"})  # type: ignore[dict-item]
     with pytest.raises(InputTypeError, match="the seed was of type NoneType; a whole number is taken"):
         compare(good, source, seed=None)  # type: ignore[arg-type]
+
+
+def nan_rows(feed: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    hidden = feed["hidden"].clone()
+    hidden[:rows] = math.nan
+    return feed | {"hidden": hidden}
+
+
+def test_nan_where_pytorch_has_it_is_no_difference(source: Source, good: Path) -> None:
+    report = compare(good, source, inputs=nan_rows(draw(0, {"tokens": 40}), 1))
+    assert report.passed, "\n".join(report.lines())
+    assert all(0 < output.nan < 40 * HIDDEN for output in report.outputs if not output.tail)
+
+
+def test_where_all_is_nan_nothing_passes_and_nothing_is_blamed(source: Source, good: Path) -> None:
+    report = compare(good, source, inputs=nan_rows(draw(0, {"tokens": TOKENS}), TOKENS))
+    assert not report.passed
+    assert report.undecided
+    assert report.verdict == "every output is NaN in PyTorch too: nothing can be compared"
+    text = "\n".join(report.lines())
+    assert f"UNDECIDED: {report.verdict}" in text
+    assert "DIFFERS" not in text
+    assert not any(tail.name in text for tail in report.tails)
+    assert report.as_dict()["undecided"] is True
+
+
+def test_nan_that_pytorch_has_not_is_blamed(source: Source, good: Path, tmp_path: Path) -> None:
+    model = load_model(good)
+    for node in model.graph:
+        if operator_of(node) is not None:
+            # Their product is infinite.
+            for name in ("routed_scaling_factor", "combine_scale"):
+                node.attributes[name] = ir.AttrFloat32(name, 3e38)
+    report = compare(save_model(model, tmp_path / "nan.onnx"), source)
+    assert all(output.nan + output.inf for output in report.outputs if output.runner == "onnxruntime")
+    assert not report.passed
+    assert not report.undecided
 
 
 def test_nan_from_inputs_that_were_drawn_like_the_example_says_so(source: Source, tmp_path: Path) -> None:

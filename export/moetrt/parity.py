@@ -81,10 +81,20 @@ class ParityReport:
         return bool(self.outputs) and _all_passed(self.outputs) and _all_passed(self.tails)
 
     @property
+    def undecided(self) -> bool:
+        """Whether it did not pass only because PyTorch itself gives nothing that could be compared."""
+        return any(output.undecided for output in self.outputs) and not self._differs
+
+    @property
+    def _differs(self) -> bool:
+        return any(map(_off, self.outputs)) or not _all_passed(self.tails)
+
+    @property
     def worst(self) -> OutputParity:
         """The output that says most: one that differs if there is one, else the one nearest to its tolerance."""
         return max(
-            self.outputs, key=lambda o: (not o.passed, o.worst / o.worst_tolerance if o.worst_tolerance else 0.0)
+            self.outputs,
+            key=lambda o: (_off(o), not o.passed, o.worst / o.worst_tolerance if o.worst_tolerance else 0.0),
         )
 
     @property
@@ -101,7 +111,10 @@ class ParityReport:
         drawn = "inputs as given" if self.seed is None else f"inputs from seed {self.seed}"
         found = [self.how, f"{drawn}: {sizes}"]
         if self.cause:
-            found.append(f"cause: {self.cause}")
+            found.append(f"{'UNDECIDED' if self.undecided else 'cause'}: {self.cause}")
+        if self.undecided and all(output.undecided for output in self.outputs if not output.tail):
+            # Of a tail or output there is nothing more to say.
+            return found + [f"note: {note}" for note in self.notes]
         for output in self.outputs:
             short = output.passed and (output.tail or output.runner == UNMAPPED)
             found += output.lines() if not short else [] if output.tail else [output.headline()]
@@ -134,6 +147,7 @@ class ParityReport:
             "inputs": {name: list(shape) for name, shape in self.inputs.items()},
             "how": self.how,
             "passed": self.passed,
+            "undecided": self.undecided,
             "cause": self.cause or None,
             "outputs": [output.as_dict() for output in self.outputs],
             "tails": [tail.as_dict() for tail in self.tails],
@@ -157,6 +171,11 @@ def _all_passed(verdicts: Iterable[OutputParity | TailVerdict]) -> bool:
     return all(verdict.passed for verdict in verdicts)
 
 
+def _off(output: OutputParity) -> bool:
+    """Whether an output differs: one of which nothing can be compared does not."""
+    return not output.passed and not output.undecided
+
+
 def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | None) -> str:
     """What was measured of one tail by itself, in one line."""
     parts = []
@@ -169,6 +188,8 @@ def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | N
         parts.append(f"unfused {first.unfused.rms:.1e}")
     if tail is not None:
         parts.append(f"from the tail it replaced {max(tail.error.values()):.1e}")
+    if any(output.undecided for output in outputs) and not any(map(_off, outputs)):
+        return f"UNDECIDED: {name} by itself in {first.dtype}: {first.reason}"
     verdict = "ok" if all(output.passed for output in outputs) else "DIFFERS"
     return f"{verdict}: {name} by itself in {first.dtype}, rms error against float64: {', '.join(parts)}"
 
@@ -320,7 +341,7 @@ class _Comparison:
         if walk is not None:
             walk.take(self.feed, results[UNMAPPED])
         alone = list(self._by_themselves(folder, walk, values))
-        if walk is None and self.tails and not _all_passed((*judged, *alone)):
+        if walk is None and self.tails and any(map(_off, (*judged, *alone))):
             walk = self._walk_anew(folder, feed, results)
             judged += self._judged({name: results[name] for name in (PYTORCH, GOLD, UNMAPPED) if name in results}, step)
             alone = alone if walk is None else list(self._by_themselves(folder, walk, values))
@@ -473,7 +494,12 @@ class _Comparison:
         first = next((tail for tail in tails if not tail.passed), None)
         if first is not None:
             return f"the first tail that is off is {first.index + 1} of {len(self.tails)}, {first.name}: {first.why}"
-        wrong = [output for output in outputs if not output.passed]
+        wrong = [output for output in outputs if _off(output)]
+        lost = [output for output in outputs if output.undecided]
+        if lost and not wrong:
+            whole = {output.name for output in outputs if not output.tail} <= {output.name for output in lost}
+            what = "every output" if whole else ", ".join(dict.fromkeys(output.name for output in lost))
+            return what + lost[0].reason.removeprefix("every element")
         if not wrong or walk is None:
             return ""
         alone = next((output for output in wrong if output.tail), None)

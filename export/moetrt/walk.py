@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 
 from moetrt.capture import MODEL_FILE, capture
-from moetrt.diagnosis import EXACT, Cause, Operation, distance, explain, rounded
+from moetrt.diagnosis import EXACT, Cause, Operation, differing, distance, explain, rounded
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named
 from moetrt.mapping import map_model
@@ -364,12 +364,12 @@ class Walk:
         }
         form = {name: tail.attributes[name] for name in ("eps", "weight_bias", "weight_before_cast")}
 
-        def differing(before_cast: int) -> float:
+        def off(before_cast: int) -> float:
             given = reference(FINALIZE_ADD_RMS_NORM, inputs, {**form, "weight_before_cast": before_cast})[0]
-            return float((given != norm).double().mean())
+            return float(differing(given, norm).double().mean())
 
         was = int(form["weight_before_cast"])
-        mine, other = differing(was), differing(1 - was)
+        mine, other = off(was), off(1 - was)
         if mine > _FORM_SHARE and other < mine / 4:
             return Cause(
                 f"weight_before_cast was {was}; {1 - was} explains it: on the same hidden state the norm rounds "
