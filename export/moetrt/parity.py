@@ -17,10 +17,11 @@ from moetrt.backends import Progress, choose
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
-from moetrt.onnx_files import load_model, save_model
+from moetrt.onnx_files import load_model
 from moetrt.provenance import command, versions
 from moetrt.replay import draw_inputs
-from moetrt.runners import OrtRunner, Results, TorchRunner, ort_session, side_by_side, tensorrt_runner
+from moetrt.runners import OrtRunner, Results, TorchRunner, session_of, side_by_side, tensorrt_runner
+from moetrt.shapes import fill_in_types
 from moetrt.source import Source, check_source
 from moetrt.tails import operands_from, run_tail, tails_of
 from moetrt.twins import TORCH_DTYPES, expose, float32_twin, half_dtype
@@ -250,6 +251,7 @@ def compare(
     if not isinstance(sizes, Mapping | None) or not all(isinstance(symbol, str) for symbol in sizes or ()):
         raise InputTypeError(f"the sizes were {sizes!r}; a dict of ints by symbol is taken")
     model = load_model(onnx_path)
+    fill_in_types(model)
     path = Path(onnx_path)
     feed = draw_inputs(model, source, seed, sizes) if inputs is None else _in_order(inputs, source)
     _check_interface(model, path, source, feed)
@@ -385,6 +387,7 @@ class _Comparison:
     def _runnable(self, path: Path) -> ir.Model:
         """A copy of a file's model that may be changed, and runs in ONNX Runtime."""
         model = load_model(path)
+        fill_in_types(model)
         if self.half is None:
             return model
         self.say(f"making the float32 twin of {path.name}")
@@ -394,10 +397,13 @@ class _Comparison:
         return {name for tail in self.tails for name in tail.input_names().values()}
 
     def _onnx(self, folder: Path, model: ir.Model, shown: Iterable[str], runner: str, name: str) -> OrtRunner:
-        expose(model, shown)
+        try:
+            expose(model, shown)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
         folder.mkdir()
         # Loaded now: what ONNX Runtime does not take is known before anything runs.
-        return OrtRunner(ort_session(save_model(model, folder / "model.onnx"), name)(), name=runner)
+        return OrtRunner(session_of(model, folder / "model.onnx", name)(), name=runner)
 
     def _unfused(self, folder: Path, walk: Walk) -> OrtRunner:
         model = walk.original.model.clone()
