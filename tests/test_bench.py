@@ -198,6 +198,30 @@ def test_layer_that_is_shared_gives_a_range(planted: Planted, run: Run, capsys: 
     assert "native: 10.0% of the time is in layers that do not name their nodes" in said
 
 
+@pytest.mark.parametrize("hidden", [False, True], ids=["other nodes", "no nodes named"])
+def test_native_layers_that_are_not_found_give_no_ratio(
+    planted: Planted, run: Run, capsys: pytest.CaptureFixture[str], hidden: bool, tmp_path: Path
+) -> None:
+    planted.content["native"]["layers"] = [layer("gemm", 0.3, "mm"), layer("a", 0.4, *([] if hidden else ["add"]))]
+    planted.save()
+    result = run()
+    (point,) = result["points"]
+    for timing in (point["tails"][0], point["all_tails"]):
+        assert timing["native_ms"] is None
+        assert timing["ratio"] is None
+        assert median(timing["plugin_ms"]["low"]) == 0.2
+    assert point["share_in_tails"]["native"] is None
+    assert median(point["end_to_end"]["ratio"]["low"]) == 2.0
+    assert any("no native layer that took time names a node of tail" in note for note in result["notes"])
+    said = capsys.readouterr().out
+    assert re.search(r"all tails +200\.0 ± 0\.0 +not found +- ", said)
+    assert "native not found" in said
+    for page in ("report.html", "report.md"):
+        text = (tmp_path / "out" / page).read_text()
+        assert "not found" in text
+        assert "in the tails they were not found" in text
+
+
 def test_warnings_of_trtexec_are_passed_on(planted: Planted, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     planted.save(warning="CUDA graph capture failed.")
     assert run()["notes"] == ["CUDA graph capture failed."]
@@ -385,12 +409,58 @@ class TestReadBack:
     def test_plugin_that_did_not_run(self, folder: Path, mapped_block: Path, refused: Callable[..., str]) -> None:
         shutil.copy(folder / "bench/1/native.1.layers.json", folder / "bench/1/plugin.1.layers.json")
         shutil.copy(folder / "bench/1/native.1.profile.json", folder / "bench/1/plugin.1.profile.json")
-        # Native layers of the tail, in the engine with the plugin: they count as the tail's own.
-        assert cli.run(["bench", str(mapped_block), "-o", str(folder), "--read"]) == 0
-        text = (folder / "bench/1/plugin.1.layers.json").read_text().replace("MoEFinalize", "Other")
-        (folder / "bench/1/plugin.1.layers.json").write_text(text)
+        line = refused("bench", mapped_block, "-o", folder, "--read")
+        assert "plugin.1.layers.json' have a native layer, '__myl_a', for tail" in line
+        for repeat in (1, 2):
+            shutil.copy(folder / "bench/1/native.1.layers.json", folder / f"bench/1/plugin.{repeat}.layers.json")
+            shutil.copy(folder / "bench/1/native.1.profile.json", folder / f"bench/1/plugin.{repeat}.profile.json")
+            layers = folder / f"bench/1/plugin.{repeat}.layers.json"
+            layers.write_text(layers.read_text().replace("MoEFinalize", "Other"))
         line = refused("bench", mapped_block, "-o", folder, "--read")
         assert "no layer of the engine with the plugin is tail" in line
+
+    def test_files_of_the_two_ways_exchanged(
+        self, folder: Path, mapped_block: Path, refused: Callable[..., str]
+    ) -> None:
+        kept = {what: (folder / f"bench/1/native.1.{what}.json").read_text() for what in ("profile", "layers")}
+        shutil.copy(folder / "bench/1/plugin.1.profile.json", folder / "bench/1/native.1.profile.json")
+        line = refused("bench", mapped_block, "-o", folder, "--read")
+        assert f"native.1.profile.json' times layer '{tail_name(mapped_block)}', which" in line
+        assert "native.1.layers.json' does not have: they are not of one engine" in line
+        shutil.copy(folder / "bench/1/plugin.1.layers.json", folder / "bench/1/native.1.layers.json")
+        line = refused("bench", mapped_block, "-o", folder, "--read")
+        assert "native.1.layers.json' have a plugin layer" in line
+        for what, text in kept.items():
+            (folder / f"bench/1/native.1.{what}.json").write_text(text)
+        assert cli.run(["bench", str(mapped_block), "-o", str(folder), "--read"]) == 0
+
+    @pytest.mark.parametrize("what", ["profile", "layers"])
+    def test_repeat_with_other_layers(
+        self, folder: Path, mapped_block: Path, refused: Callable[..., str], what: str
+    ) -> None:
+        path = folder / f"bench/1/native.2.{what}.json"
+        if what == "layers":
+            content = json.loads(path.read_text())
+            content["Layers"][0]["Metadata"] = "[ONNX Layer: other]"
+            path.write_text(json.dumps(content))
+        else:
+            path.write_text("".join(line for line in path.read_text().splitlines(True) if "__myl_b" not in line))
+        line = refused("bench", mapped_block, "-o", folder, "--read")
+        assert f".{what}.json' has other layers than '" in line
+        assert f"native.2.{what}.json'" in line
+        assert "both are of one engine, native" in line
+
+    @pytest.mark.parametrize("name", ["plugin.log", "1/native.2.log"])
+    def test_log_of_a_run_that_failed(
+        self, folder: Path, mapped_block: Path, refused: Callable[..., str], name: str
+    ) -> None:
+        log = folder / "bench" / name
+        text = log.read_text()
+        log.write_text(text.replace("&&&& PASSED", "[E] Error Code 1: out of memory\n&&&& FAILED"))
+        line = refused("bench", mapped_block, "-o", folder, "--read")
+        assert f"{name}' is of a run that failed: Error Code 1: out of memory" in line
+        log.write_text(text.partition("&&&& PASSED")[0])
+        assert f"{name}' has no PASSED line" in refused("bench", mapped_block, "-o", folder, "--read")
 
     def test_manifest_that_was_changed(self, folder: Path, mapped_block: Path, refused: Callable[..., str]) -> None:
         manifest = folder / MANIFEST

@@ -25,7 +25,7 @@ TAILS = 2
 @pytest.fixture(scope="module")
 def mapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    exported = export(load_source("tests.models.families:qwen2_moe"), folder)
+    exported = export(load_source("moetrt.models:qwen2_moe"), folder)
     report = map_file(exported.model_path, folder / "mapped.onnx")
     assert report.mapped == TAILS
     return folder / "mapped.onnx"

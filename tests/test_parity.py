@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -22,7 +23,7 @@ from moetrt.mapping import map_file
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import make_model, named_inputs, operator_of
 from moetrt.parity import compare
-from moetrt.runners import OrtRunner, TorchRunner, float64_copy, ort_session, tensorrt_runner
+from moetrt.runners import OrtRunner, TorchRunner, float64_copy, ort_session, session_of, tensorrt_runner
 from moetrt.source import Source
 from moetrt.spec import FINALIZE_ADD_RMS_NORM, Operand
 from moetrt.twins import float32_twin
@@ -338,7 +339,10 @@ def test_nothing_finite_is_nothing_compared() -> None:
     lost = torch.full((4,), math.nan)
     result = judge(lost, lost, lost.double(), name="y")
     assert not result.passed
-    assert "nothing to compare" in result.reason
+    assert "nothing can be compared" in result.reason
+    assert result.undecided
+    assert not judge(torch.ones(4), lost, lost.double(), name="y").undecided
+    assert not judge(lost, torch.ones(4), torch.ones(4).double(), name="y").undecided
 
 
 def test_inputs_that_decide_nothing_are_no_pass() -> None:
@@ -666,6 +670,61 @@ def test_inputs_of_another_dtype_or_shape_are_named(source: Source, good: Path, 
     assert refused(good, source, sizes={"tokenz": 9}).startswith("'tokenz' is not a dynamic size of TwoTails")
 
 
+def untyped(path: Path, target: Path) -> Path:
+    """The file as a graph editor leaves it: nothing is said of its inner values."""
+    proto = onnx.load(path, load_external_data=False)
+    del proto.graph.value_info[:]
+    for function in proto.functions:
+        del function.value_info[:]
+    onnx.save(proto, target)
+    return target
+
+
+def test_a_file_without_value_info_is_compared(source: Source, good: Path) -> None:
+    before = good.with_name("model.onnx")
+    original = untyped(before, good.with_name("untyped-model.onnx"))
+    report = compare(untyped(good, good.with_name("untyped.onnx")), source, unmapped_path=original)
+    typed = compare(good, source, unmapped_path=before)
+    assert report.passed
+    assert len(report.tails) == 2
+    assert [output.as_dict() for output in report.outputs] == [output.as_dict() for output in typed.outputs]
+    assert [tail.as_dict() for tail in report.tails] == [tail.as_dict() for tail in typed.tails]
+
+
+def test_a_16_bit_file_without_value_info_is_compared(half: tuple[Source, Path]) -> None:
+    source, good = half
+    report = compare(untyped(good, good.with_name("untyped.onnx")), source)
+    assert report.passed
+    assert {output.dtype for output in report.outputs if output.tail} == {"bfloat16"}
+
+
+def test_a_value_without_a_type_is_named(source: Source, good: Path, tmp_path: Path) -> None:
+    """An operator that nobody knows lies before a tail."""
+    model = load_model(good)
+    tail = next(node for node in model.graph if operator_of(node) is not None)
+    rows = tail.inputs[0]
+    assert rows is not None
+    node = ir.Node("com.example", "Odd", [rows], outputs=[ir.Value(name="odd")], name="odd_one")
+    model.graph.insert_before(tail, node)
+    model.graph.opset_imports["com.example"] = 1
+    tail.replace_input_with(0, node.outputs[0])
+    path = save_model(model, tmp_path / "odd.onnx")
+    line = refused(path, source)
+    assert line.startswith(f"'{path}': value 'odd' of node 'odd_one' (Odd) has no type, and onnx's shape inference")
+    tail.replace_input_with(0, rows)
+    save_model(model, path)
+    line = refused(path, source)
+    assert line.startswith(f"ONNX Runtime does not take '{path}': ")
+    assert "moetrt-compare-" not in line
+
+
+def test_a_file_of_our_own_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ir.Model(ir.Graph([], [ir.Value(name="y")], nodes=[], opset_imports={"": 22}, name="g"), ir_version=10)
+    with pytest.raises(InputError, match=r"^'the\.onnx' is not valid: ") as error:
+        session_of(model, tmp_path / "ours.onnx", "'the.onnx'")
+    assert str(tmp_path) not in str(error.value)
+
+
 def test_a_file_that_onnx_runtime_does_not_take_is_named(source: Source, good: Path) -> None:
     model = load_model(good)
     # Without its functions an operator of moetrt's is nobody's.
@@ -682,6 +741,43 @@ def test_sizes_of_another_type_are_named(source: Source, good: Path) -> None:
         compare(good, source, sizes={"tokens": "3"})  # type: ignore[dict-item]
     with pytest.raises(InputTypeError, match="the seed was of type NoneType; a whole number is taken"):
         compare(good, source, seed=None)  # type: ignore[arg-type]
+
+
+def nan_rows(feed: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    hidden = feed["hidden"].clone()
+    hidden[:rows] = math.nan
+    return feed | {"hidden": hidden}
+
+
+def test_nan_where_pytorch_has_it_is_no_difference(source: Source, good: Path) -> None:
+    report = compare(good, source, inputs=nan_rows(draw(0, {"tokens": 40}), 1))
+    assert report.passed, "\n".join(report.lines())
+    assert all(0 < output.nan < 40 * HIDDEN for output in report.outputs if not output.tail)
+
+
+def test_where_all_is_nan_nothing_passes_and_nothing_is_blamed(source: Source, good: Path) -> None:
+    report = compare(good, source, inputs=nan_rows(draw(0, {"tokens": TOKENS}), TOKENS))
+    assert not report.passed
+    assert report.undecided
+    assert report.verdict == "every output is NaN in PyTorch too: nothing can be compared"
+    text = "\n".join(report.lines())
+    assert f"UNDECIDED: {report.verdict}" in text
+    assert "DIFFERS" not in text
+    assert not any(tail.name in text for tail in report.tails)
+    assert report.as_dict()["undecided"] is True
+
+
+def test_nan_that_pytorch_has_not_is_blamed(source: Source, good: Path, tmp_path: Path) -> None:
+    model = load_model(good)
+    for node in model.graph:
+        if operator_of(node) is not None:
+            # Their product is infinite.
+            for name in ("routed_scaling_factor", "combine_scale"):
+                node.attributes[name] = ir.AttrFloat32(name, 3e38)
+    report = compare(save_model(model, tmp_path / "nan.onnx"), source)
+    assert all(output.nan + output.inf for output in report.outputs if output.runner == "onnxruntime")
+    assert not report.passed
+    assert not report.undecided
 
 
 def test_nan_from_inputs_that_were_drawn_like_the_example_says_so(source: Source, tmp_path: Path) -> None:

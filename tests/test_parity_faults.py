@@ -6,6 +6,7 @@ operation after operation, so that its graph before mapping has the tails unfuse
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from moetrt.capture import export
 from moetrt.contract import MoEOutput, UnfinalizedMoEOutput
-from moetrt.diagnosis import Operation, distance, explain
+from moetrt.diagnosis import Operation, difference, distance, equal, explain
 from moetrt.errors import InputError
 from moetrt.functional import finalize_add
 from moetrt.mapping import map_file
@@ -514,6 +515,33 @@ def test_an_input_is_found_by_the_numbers_alone(change: Callable[[Operation], Op
     assert cause is not None
     assert cause.text == says
     assert cause.complete
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [
+        (lambda rows: 2 * rows, "gemm2_permuted is 2 times the original graph's"),
+        (
+            lambda rows: rows.to(BF16).double(),
+            "gemm2_permuted is rounded to bfloat16, which the original graph's is not",
+        ),
+        (lambda rows: rows.where(rows > 0, 0.0).where(~rows.isnan(), math.nan), "has other values"),
+    ],
+    ids=["factor", "rounded", "other"],
+)
+def test_nan_in_the_same_places_is_no_difference(factor: Callable[[torch.Tensor], torch.Tensor], says: str) -> None:
+    """Rows that no map names, the padding, hold NaN on both sides."""
+    rows = torch.randn(8, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1 / 3
+    rows[::2] = math.nan
+    original = operation().given(gemm2_permuted=rows)
+    mine = factor(rows)
+    assert says in difference("gemm2_permuted", mine, original, {}, {})
+    assert equal(rows, rows.clone())
+    assert not equal(rows, mine)
+    assert not equal(rows, rows.nan_to_num(0))
+    if says == "has other values":
+        share = int((rows <= 0).sum()) / rows.numel()
+        assert f"({share:.0%} of them)" in difference("gemm2_permuted", mine, original, {}, {})
 
 
 def test_a_gate_too_many_and_exchanged_outputs_are_found_by_the_numbers_alone() -> None:

@@ -17,7 +17,7 @@ from moetrt import trtexec
 from moetrt.backends import TENSORRT, TENSORRT_RTX, gpus, installed
 from moetrt.bench_model import Shapes, copy_library, make_plan, read_feeds, write_inputs
 from moetrt.bench_plan import MANIFEST, NATIVE, PLUGIN, PYTHON, SCRIPT, Plan, manifest_text, read_manifest, script_text
-from moetrt.bench_result import BenchResult, Compared, read_result
+from moetrt.bench_result import BenchResult, Compared, Range, read_result
 from moetrt.console import Output
 from moetrt.errors import InputError
 from moetrt.files import check_distinct, existing_file, file_sha256, output_directory, write_atomically
@@ -282,7 +282,7 @@ def print_result(out: Output, result: BenchResult) -> None:
     for entry in result.points:
         out.line()
         out.heading(entry.point.title)
-        share = ", ".join(f"{way} {entry.share[way].text(1, 100)} %" for way in (PLUGIN, NATIVE))
+        share = ", ".join(f"{way} {_told(entry.share[way], 1, 100, ' %')}" for way in (PLUGIN, NATIVE))
         out.table(
             ("", "plugin, us", "native, us", "ratio", "floor, us"),
             [
@@ -294,7 +294,8 @@ def print_result(out: Output, result: BenchResult) -> None:
         if len(entry.tails) > _MOST_ROWS:
             out.line(f"and {len(entry.tails) - _MOST_ROWS} tails more in {RESULT}")
         out.line(f"tails' share of the layers' time: {share}")
-        if not entry.all_tails.native_ms.exact:
+        native = [timing.native_ms for timing in (entry.all_tails, *entry.tails)]
+        if not all(figure is None or figure.exact for figure in native):
             out.line("a range: native layers that a tail shares with other nodes have one time, not counted or counted")
         for way, unknown in entry.unattributed.items():
             if unknown.median > 0:
@@ -308,10 +309,14 @@ def _row(compared: Compared, name: str, bandwidth: float | None) -> tuple[str, .
     return (
         name,
         compared.plugin_ms.text(1, 1e3),
-        compared.native_ms.text(1, 1e3),
-        compared.ratio.text(2),
+        _told(compared.native_ms, 1, 1e3),
+        _told(compared.ratio, 2) if compared.ratio is not None else "-",
         "-" if floor is None else f"{floor * 1e3:.2f}",
     )
+
+
+def _told(figure: Range | None, digits: int, unit: float = 1.0, end: str = "") -> str:
+    return "not found" if figure is None else figure.text(digits, unit) + end
 
 
 def _short(name: str) -> str:

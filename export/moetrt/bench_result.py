@@ -4,7 +4,8 @@ Which time is a tail's: the profile has a time for each layer, and the engine sa
 computes. A layer whose nodes are all one tail's is that tail's alone. A layer that computes nodes of a tail and of
 something else (TensorRT fuses across the border) has one time that cannot be divided: it is kept apart, and the ratio
 is given as a range, from none of it to all of it. A layer without a word about its nodes counts for a tail only where
-its name has the tail's node name in it; else it is unattributed, and its share of the time is given.
+its name has the tail's node name in it; else it is unattributed, and its share of the time is given. A tail of which no
+native layer is found has no native time and no ratio.
 """
 
 import re
@@ -83,16 +84,16 @@ class Compared:
 
     Attributes:
         name: what is compared.
-        plugin_ms, native_ms: GPU time, milliseconds.
-        ratio: native over plugin within each repeat; above 1 the plugin is faster.
+        plugin_ms, native_ms: GPU time, milliseconds; of the native layers None where they were not found.
+        ratio: native over plugin within each repeat; above 1 the plugin is faster; None likewise.
         floor_bytes: what must be moved; None where it is not known, or for the whole model.
         layers: by way, the names of the layers that are its own and of those that it shares.
     """
 
     name: str
     plugin_ms: Range
-    native_ms: Range
-    ratio: Range
+    native_ms: Range | None
+    ratio: Range | None
     floor_bytes: int | None = None
     layers: dict[str, dict[str, list[str]]] | None = None
 
@@ -101,8 +102,8 @@ class Compared:
         content: dict[str, Any] = {
             "name": self.name,
             "plugin_ms": self.plugin_ms.as_dict(),
-            "native_ms": self.native_ms.as_dict(),
-            "ratio": self.ratio.as_dict(),
+            "native_ms": None if self.native_ms is None else self.native_ms.as_dict(),
+            "ratio": None if self.ratio is None else self.ratio.as_dict(),
         }
         if self.layers is not None:
             content["layers"] = self.layers
@@ -128,7 +129,7 @@ class PointResult:
         end_to_end: GPU time of a whole query.
         tails: each tail, in the order of the model.
         all_tails: their sum; a layer that two tails share counts once.
-        share: by way: the tails' part of the profile's time, 0 to 1.
+        share: by way: the tails' part of the profile's time, 0 to 1; None where layers of a tail were not found.
         unattributed: by way: the part of the profile's time in layers that say nothing of their nodes.
     """
 
@@ -136,7 +137,7 @@ class PointResult:
     end_to_end: Compared
     tails: tuple[Compared, ...]
     all_tails: Compared
-    share: dict[str, Range]
+    share: dict[str, Range | None]
     unattributed: dict[str, Spread]
 
 
@@ -184,7 +185,9 @@ class BenchResult:
                     "shapes": {name: list(shape) for name, shape in entry.point.shapes.items()},
                     "end_to_end": entry.end_to_end.as_dict(None),
                     "all_tails": entry.all_tails.as_dict(self.bandwidth),
-                    "share_in_tails": {way: share.as_dict() for way, share in entry.share.items()},
+                    "share_in_tails": {
+                        way: None if share is None else share.as_dict() for way, share in entry.share.items()
+                    },
                     "unattributed": {way: share.as_dict() for way, share in entry.unattributed.items()},
                     "tails": [tail.as_dict(self.bandwidth) for tail in entry.tails],
                 }
@@ -213,11 +216,13 @@ def read_result(
     for point, repeat, way in plan.runs():
         prefix = plan.prefix(point, repeat, way)
         logs.append(_log(plan, folder, f"{prefix}.log", way))
-        runs[point.name, repeat, way] = _Run(plan, folder, prefix)
+        runs[point.name, repeat, way] = _Run(plan, folder, prefix, way)
     told = [log for _, log, _ in logs]
     version = _one([(file, log.version) for file, log, _ in logs], "TensorRT")
     device = _one([(file, log.device) for file, log, _ in logs], "the GPU")
     library = _one([(file, library) for file, _, library in logs if library != "none"], "the plugin library")
+    _check_same_layers(plan, runs)
+    points = tuple(_point_result(plan, index, runs) for index in range(len(plan.points)))
     notes = [*manifest["notes"], *(warning for log in told for warning in log.warnings)]
     if version is None:
         notes.append("the logs do not say which TensorRT was run")
@@ -234,9 +239,35 @@ def read_result(
         device=device,
         bandwidth=bandwidth,
         bandwidth_source=source,
-        points=tuple(_point_result(plan, index, runs) for index in range(len(plan.points))),
-        notes=tuple(dict.fromkeys(notes)),
+        points=points,
+        notes=tuple(dict.fromkeys([*notes, *_not_found(points)])),
     )
+
+
+def _check_same_layers(plan: Plan, runs: Mapping[tuple[str, int, str], "_Run"]) -> None:
+    """One engine ran in all runs of a way: they have the same layers, and at one point times of the same."""
+    first: dict[tuple[str, str], _Run] = {}
+    for (point, _, way), run in runs.items():
+        for part, found in (("", run.layers), (point, sorted(run.parts))):
+            other = first.setdefault((way, part), run)
+            if found != (other.layers if not part else sorted(other.parts)):
+                raise InputError(
+                    f"'{run.layers_path if not part else run.profile.path}' has other layers than "
+                    f"'{other.layers_path if not part else other.profile.path}', and both are of one engine, {way}; "
+                    "run the benchmark again"
+                )
+
+
+def _not_found(points: Sequence[PointResult]) -> list[str]:
+    """What to say of tails whose native layers no file names."""
+    names = list(dict.fromkeys(tail.name for point in points for tail in point.tails if tail.native_ms is None))
+    if not names:
+        return []
+    what = f"tail '{names[0]}'" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
+    return [
+        f"no native layer that took time names a node of {what}: its native time is not found and it has no ratio, and "
+        "neither has the sum of all tails"
+    ]
 
 
 def _log(plan: Plan, folder: Path, name: str, way: str) -> tuple[Path, Log, str]:
@@ -245,6 +276,8 @@ def _log(plan: Plan, folder: Path, name: str, way: str) -> tuple[Path, Log, str]
     if not path.exists():
         raise InputError(f"log '{path}' does not exist: the benchmark was not run, or not to its end")
     log = read_log(path)
+    if log.failed:
+        raise InputError(f"log '{path}' is of a run that failed: {first_error(log.text)}; run the benchmark again")
     stamp, _, library = log.text.partition("\n")[0].rpartition(" ")
     if stamp != plan.stamp(way):
         raise InputError(f"log '{path}' is of another benchmark than {MANIFEST} beside it; run the benchmark again")
@@ -253,6 +286,11 @@ def _log(plan: Plan, folder: Path, name: str, way: str) -> tuple[Path, Log, str]
             raise InputError(f"log '{path}' names no TensorRT version; the run did not start: {first_error(log.text)}")
         if log.version.partition(".")[0] != plan.tool.removeprefix("trtexec-"):
             raise InputError(f"log '{path}' is of TensorRT {log.version}; this benchmark is for {plan.tool}")
+        if not log.passed:
+            raise InputError(
+                f"log '{path}' has no PASSED line of trtexec's: the run did not end, or the log was cut off; run the "
+                "benchmark again"
+            )
     return path, log, library
 
 
@@ -271,14 +309,39 @@ def _one(found: Sequence[tuple[Path, str | None]], what: str) -> str | None:
 class _Run:
     """The files of one run."""
 
-    def __init__(self, plan: Plan, folder: Path, prefix: str) -> None:
+    def __init__(self, plan: Plan, folder: Path, prefix: str, way: str) -> None:
+        self.layers_path = folder / f"{prefix}.layers.json"
         self.compute_ms = statistics.median(read_times(folder / f"{prefix}.times.json").compute_ms)
         self.profile = read_profile(folder / f"{prefix}.profile.json")
-        layers = read_layers(folder / f"{prefix}.layers.json")
-        self.parts = {
-            entry.name: attribute(layers.get(entry.name, Layer(entry.name, None)), plan.tails)
-            for entry in self.profile.layers
-        }
+        self.layers = read_layers(self.layers_path)
+        for entry in self.profile.layers:
+            if entry.name not in self.layers:
+                raise InputError(
+                    f"profile '{self.profile.path}' times layer '{entry.name}', which '{self.layers_path}' does not "
+                    "have: they are not of one engine; run the benchmark again"
+                )
+        self.parts = {entry.name: attribute(self.layers[entry.name], plan.tails) for entry in self.profile.layers}
+        self._check_way(plan, way)
+
+    def _check_way(self, plan: Plan, way: str) -> None:
+        """The parser says of a plugin's layer that it is the tail's node, of a native one that it is in its function.
+
+        Raises:
+            InputError: the engine without the plugin has one for a tail, or the other runs a tail's function.
+        """
+        for layer in self.layers.values():
+            words = {word for origin in layer.origins or () for word in origin.split(" | ")}
+            for tail in plan.tails:
+                if way == NATIVE and (tail.name in words or (layer.origins is None and layer.name == tail.name)):
+                    found, other = "a plugin layer", "they are of the engine with the plugin"
+                elif way == PLUGIN and f"{tail.name} ({tail.operator})" in words:
+                    found, other = "a native layer", "they are of the native engine, or the plugin was not loaded"
+                else:
+                    continue
+                raise InputError(
+                    f"layers '{self.layers_path}' have {found}, '{layer.name}', for tail '{tail.name}': {other}; run "
+                    "the benchmark again"
+                )
 
     def total(self, chosen: Iterable[str]) -> float:
         names = set(chosen)
@@ -333,15 +396,22 @@ def _point_result(plan: Plan, index: int, runs: dict[tuple[str, int, str], _Run]
     repeats = range(1, plan.repeats + 1)
     by_way = {way: [runs[point.name, repeat, way] for repeat in repeats] for way in (PLUGIN, NATIVE)}
 
+    seen = {
+        tail.name
+        for tail in plan.tails
+        if all(run.total([*run.own({tail.name}), *run.shared({tail.name})]) > 0 for run in by_way[NATIVE])
+    }
+
     def compared(name: str, tails: set[str], floor_bytes: int | None) -> Compared:
         bounds: dict[str, Range] = {}
         layers: dict[str, dict[str, list[str]]] = {}
+        found = all(name in seen for name in tails)
         for way, of_way in by_way.items():
             own = [run.total(run.own(tails)) for run in of_way]
             shared = [run.total(run.shared(tails)) for run in of_way]
             bounds[way] = Range(Spread(tuple(own)), Spread(tuple(a + b for a, b in zip(own, shared, strict=True))))
             layers[way] = {"own": of_way[0].own(tails), "shared": of_way[0].shared(tails)}
-        return _compared(name, bounds[PLUGIN], bounds[NATIVE], floor_bytes, layers)
+        return _compared(name, bounds[PLUGIN], bounds[NATIVE] if found else None, floor_bytes, layers)
 
     for way, of_way in by_way.items():
         for tail in plan.tails:
@@ -352,7 +422,7 @@ def _point_result(plan: Plan, index: int, runs: dict[tuple[str, int, str], _Run]
     all_floor = None if None in floors else sum(floor for floor in floors if floor is not None)
     all_tails = compared("all tails", {tail.name for tail in plan.tails}, all_floor)
     share = {
-        way: Range(_share(bounds.low, by_way[way]), _share(bounds.high, by_way[way]))
+        way: bounds and Range(_share(bounds.low, by_way[way]), _share(bounds.high, by_way[way]))
         for way, bounds in ((PLUGIN, all_tails.plugin_ms), (NATIVE, all_tails.native_ms))
     }
     unattributed = {
@@ -392,10 +462,12 @@ def _share(part: Spread, runs: Sequence[_Run]) -> Spread:
 def _compared(
     name: str,
     plugin: Range,
-    native: Range,
+    native: Range | None,
     floor_bytes: int | None = None,
     layers: dict[str, dict[str, list[str]]] | None = None,
 ) -> Compared:
+    if native is None:
+        return Compared(name, plugin, None, None, floor_bytes, layers)
     low = tuple(a / b for a, b in zip(native.low.runs, plugin.high.runs, strict=True))
     high = tuple(a / b for a, b in zip(native.high.runs, plugin.low.runs, strict=True))
     return Compared(name, plugin, native, Range(Spread(low), Spread(high)), floor_bytes, layers)

@@ -360,7 +360,7 @@ def compare_command(
     existing_file(model, "ONNX model")
     in_folder = os.path.join(report_folder, "parity.json") if report_folder else None
     written = [("report", json_path), ("report", in_folder), ("inputs file", save_inputs)]
-    written += [("page of the report", path) for path in (page_files(report_folder) if report_folder else ())]
+    written += [("page of the report", str(path)) for path in (page_files(report_folder) if report_folder else ())]
     outputs = [(what, output_file(path, what)) for what, path in written if path]
     with out.step("compare") as step:
         graph = load_model(model)
@@ -390,7 +390,7 @@ def compare_command(
             progress=step.progress,
         )
         step.ok = report.passed
-        step.result = "within tolerance" if report.passed else "DIFFERS"
+        step.result = "within tolerance" if report.passed else "UNDECIDED" if report.undecided else "DIFFERS"
         step.details += report.lines()
     if save_inputs:
         out.line(f"inputs: {replay.save_inputs(feed, save_inputs)}")
@@ -401,6 +401,8 @@ def compare_command(
     if report_folder and in_folder:
         report.write_json(in_folder)
         _page_of(out, report_folder)
+    if report.undecided:
+        raise Shortfall(f"'{model}' was not compared with {report.source}: {report.verdict}")
     if not report.passed:
         raise Shortfall(f"'{model}' differs from {report.source}: {report.verdict}")
 

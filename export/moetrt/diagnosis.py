@@ -73,6 +73,16 @@ class Cause:
         return f"{self.text}{share}"
 
 
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same numbers, NaN in the same places included."""
+    return one.shape == other.shape and not bool(differing(one, other).any())
+
+
+def differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where two tensors of one shape differ, as booleans; NaN is NaN."""
+    return (one != other) & ~(one.isnan() & other.isnan())
+
+
 def distance(outputs: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """For each output that is wanted: the root mean square of the difference over that of what is wanted.
 
@@ -86,9 +96,7 @@ def distance(outputs: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Ten
             continue
         value, right = value.reshape(-1).double(), right.reshape(-1).double()
         finite = torch.isfinite(right)
-        if not torch.equal(finite, torch.isfinite(value)) or not torch.equal(
-            value[~finite].isnan(), right[~finite].isnan()
-        ):
+        if not torch.equal(finite, torch.isfinite(value)) or not equal(value[~finite], right[~finite]):
             found[name] = math.inf
             continue
         size = float(right[finite].square().mean().sqrt()) if finite.any() else 0.0
@@ -260,7 +268,7 @@ def _eps(tail: Operation, wanted: Mapping[str, torch.Tensor]) -> Iterator[Hypoth
     norm = wanted["norm_out"].reshape(-1, len(gamma))
     unscaled = hidden * gamma
     inverse = (norm * unscaled).sum(-1) / unscaled.square().sum(-1)
-    found = float((1 / inverse.square() - hidden.square().mean(-1)).median()) if len(hidden) else math.nan
+    found = float((1 / inverse.square() - hidden.square().mean(-1)).nanmedian()) if len(hidden) else math.nan
     if math.isfinite(found) and found >= 0:
         value = float(f"{found:.3g}")
         yield f"eps was {tail.attributes['eps']:g}; {value:g} explains it", tail.changed(eps=value)
@@ -294,7 +302,7 @@ def _inputs_of(
             if name == "shared_output":
                 changes["shared_gate"] = None
             yield f"{name} is given, which the original graph has not", tail.given(**changes)
-        elif mine.shape != right.shape or not torch.equal(mine, right):
+        elif not equal(mine, right):
             yield difference(name, mine, original, others, named), tail.given(**{name: right})
 
 
@@ -309,7 +317,7 @@ def difference(
     right = original.inputs[name]
     for other, operation in others.items():
         theirs = operation.inputs.get(name)
-        if theirs is not None and theirs.shape == mine.shape and torch.equal(theirs, mine):
+        if theirs is not None and equal(theirs, mine):
             return f"{name} is that of '{other}'"
     if mine.shape != right.shape:
         return f"{name} is {list(mine.shape)}; the original graph's is {list(right.shape)}"
@@ -318,8 +326,14 @@ def difference(
     if text := rounded(name, mine, right):
         return text
     for text, value in named.items():
-        if value.numel() == mine.numel() and torch.equal(value.reshape(-1).double(), mine.reshape(-1)):
+        if equal(value.reshape(-1).double(), mine.reshape(-1)):
             return f"{name} is {text}"
+    share = float(differing(mine, right).double().mean())
+    missing = mine.isnan() & right.isnan()
+    if missing.any():
+        # NaN in the same places, such as rows that no map names, say nothing of the others.
+        mine, right = mine.masked_fill(missing, 0), right.masked_fill(missing, 0)
+        original = original.given(**{name: right})
     if not mine.any():
         return f"{name} is all 0"
     factor = float((mine * right).sum() / right.square().sum())
@@ -336,14 +350,13 @@ def difference(
         text = _combination(name, mine, original)
         if text:
             return text
-    share = float((mine != right).double().mean())
     return f"{name} has other values than the original graph's ({share:.0%} of them)"
 
 
 def rounded(name: str, mine: torch.Tensor, right: torch.Tensor) -> str:
     """In words, that ``mine`` is ``right`` in fewer bits; empty where it is not. Both in float64."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if mine.shape == right.shape and not torch.equal(mine, right) and torch.equal(right.to(dtype).double(), mine):
+        if not equal(mine, right) and equal(right.to(dtype).double(), mine):
             return f"{name} is rounded to {str(dtype).removeprefix('torch.')}, which the original graph's is not"
     return ""
 

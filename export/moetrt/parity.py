@@ -17,10 +17,11 @@ from moetrt.backends import Progress, choose
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
-from moetrt.onnx_files import load_model, save_model
+from moetrt.onnx_files import load_model
 from moetrt.provenance import command, versions
 from moetrt.replay import draw_inputs
-from moetrt.runners import OrtRunner, Results, TorchRunner, ort_session, side_by_side, tensorrt_runner
+from moetrt.runners import OrtRunner, Results, TorchRunner, session_of, side_by_side, tensorrt_runner
+from moetrt.shapes import fill_in_types
 from moetrt.source import Source, check_source
 from moetrt.tails import operands_from, run_tail, tails_of
 from moetrt.twins import TORCH_DTYPES, expose, float32_twin, half_dtype
@@ -81,10 +82,20 @@ class ParityReport:
         return bool(self.outputs) and _all_passed(self.outputs) and _all_passed(self.tails)
 
     @property
+    def undecided(self) -> bool:
+        """Whether it did not pass only because PyTorch itself gives nothing that could be compared."""
+        return any(output.undecided for output in self.outputs) and not self._differs
+
+    @property
+    def _differs(self) -> bool:
+        return any(map(_off, self.outputs)) or not _all_passed(self.tails)
+
+    @property
     def worst(self) -> OutputParity:
         """The output that says most: one that differs if there is one, else the one nearest to its tolerance."""
         return max(
-            self.outputs, key=lambda o: (not o.passed, o.worst / o.worst_tolerance if o.worst_tolerance else 0.0)
+            self.outputs,
+            key=lambda o: (_off(o), not o.passed, o.worst / o.worst_tolerance if o.worst_tolerance else 0.0),
         )
 
     @property
@@ -101,7 +112,10 @@ class ParityReport:
         drawn = "inputs as given" if self.seed is None else f"inputs from seed {self.seed}"
         found = [self.how, f"{drawn}: {sizes}"]
         if self.cause:
-            found.append(f"cause: {self.cause}")
+            found.append(f"{'UNDECIDED' if self.undecided else 'cause'}: {self.cause}")
+        if self.undecided and all(output.undecided for output in self.outputs if not output.tail):
+            # Of a tail or output there is nothing more to say.
+            return found + [f"note: {note}" for note in self.notes]
         for output in self.outputs:
             short = output.passed and (output.tail or output.runner == UNMAPPED)
             found += output.lines() if not short else [] if output.tail else [output.headline()]
@@ -134,6 +148,7 @@ class ParityReport:
             "inputs": {name: list(shape) for name, shape in self.inputs.items()},
             "how": self.how,
             "passed": self.passed,
+            "undecided": self.undecided,
             "cause": self.cause or None,
             "outputs": [output.as_dict() for output in self.outputs],
             "tails": [tail.as_dict() for tail in self.tails],
@@ -157,6 +172,11 @@ def _all_passed(verdicts: Iterable[OutputParity | TailVerdict]) -> bool:
     return all(verdict.passed for verdict in verdicts)
 
 
+def _off(output: OutputParity) -> bool:
+    """Whether an output differs: one of which nothing can be compared does not."""
+    return not output.passed and not output.undecided
+
+
 def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | None) -> str:
     """What was measured of one tail by itself, in one line."""
     parts = []
@@ -169,6 +189,8 @@ def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | N
         parts.append(f"unfused {first.unfused.rms:.1e}")
     if tail is not None:
         parts.append(f"from the tail it replaced {max(tail.error.values()):.1e}")
+    if any(output.undecided for output in outputs) and not any(map(_off, outputs)):
+        return f"UNDECIDED: {name} by itself in {first.dtype}: {first.reason}"
     verdict = "ok" if all(output.passed for output in outputs) else "DIFFERS"
     return f"{verdict}: {name} by itself in {first.dtype}, rms error against float64: {', '.join(parts)}"
 
@@ -229,6 +251,7 @@ def compare(
     if not isinstance(sizes, Mapping | None) or not all(isinstance(symbol, str) for symbol in sizes or ()):
         raise InputTypeError(f"the sizes were {sizes!r}; a dict of ints by symbol is taken")
     model = load_model(onnx_path)
+    fill_in_types(model)
     path = Path(onnx_path)
     feed = draw_inputs(model, source, seed, sizes) if inputs is None else _in_order(inputs, source)
     _check_interface(model, path, source, feed)
@@ -320,7 +343,7 @@ class _Comparison:
         if walk is not None:
             walk.take(self.feed, results[UNMAPPED])
         alone = list(self._by_themselves(folder, walk, values))
-        if walk is None and self.tails and not _all_passed((*judged, *alone)):
+        if walk is None and self.tails and any(map(_off, (*judged, *alone))):
             walk = self._walk_anew(folder, feed, results)
             judged += self._judged({name: results[name] for name in (PYTORCH, GOLD, UNMAPPED) if name in results}, step)
             alone = alone if walk is None else list(self._by_themselves(folder, walk, values))
@@ -364,6 +387,7 @@ class _Comparison:
     def _runnable(self, path: Path) -> ir.Model:
         """A copy of a file's model that may be changed, and runs in ONNX Runtime."""
         model = load_model(path)
+        fill_in_types(model)
         if self.half is None:
             return model
         self.say(f"making the float32 twin of {path.name}")
@@ -373,10 +397,13 @@ class _Comparison:
         return {name for tail in self.tails for name in tail.input_names().values()}
 
     def _onnx(self, folder: Path, model: ir.Model, shown: Iterable[str], runner: str, name: str) -> OrtRunner:
-        expose(model, shown)
+        try:
+            expose(model, shown)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
         folder.mkdir()
         # Loaded now: what ONNX Runtime does not take is known before anything runs.
-        return OrtRunner(ort_session(save_model(model, folder / "model.onnx"), name)(), name=runner)
+        return OrtRunner(session_of(model, folder / "model.onnx", name)(), name=runner)
 
     def _unfused(self, folder: Path, walk: Walk) -> OrtRunner:
         model = walk.original.model.clone()
@@ -473,7 +500,12 @@ class _Comparison:
         first = next((tail for tail in tails if not tail.passed), None)
         if first is not None:
             return f"the first tail that is off is {first.index + 1} of {len(self.tails)}, {first.name}: {first.why}"
-        wrong = [output for output in outputs if not output.passed]
+        wrong = [output for output in outputs if _off(output)]
+        lost = [output for output in outputs if output.undecided]
+        if lost and not wrong:
+            whole = {output.name for output in outputs if not output.tail} <= {output.name for output in lost}
+            what = "every output" if whole else ", ".join(dict.fromkeys(output.name for output in lost))
+            return what + lost[0].reason.removeprefix("every element")
         if not wrong or walk is None:
             return ""
         alone = next((output for output in wrong if output.tail), None)

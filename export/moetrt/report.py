@@ -265,12 +265,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """The plugin and the native layers at one point: milliseconds, native over plugin, and the floor of the bytes."""
+    """The plugin and the native layers at one point: milliseconds, native over plugin, and the floor of the bytes.
+
+    ``native`` and ``ratio`` are None where no native layer was found for a tail.
+    """
 
     name: str
     plugin: Spread
-    native: Spread
-    ratio: Spread
+    native: Spread | None
+    ratio: Spread | None
     floor_ms: float | None
     floor_share: float | None
 
@@ -284,7 +287,7 @@ class BenchPoint:
     all_tails: Timing
     tails: tuple[Timing, ...]
     plugin_share: Spread
-    native_share: Spread
+    native_share: Spread | None
 
 
 @dataclass(frozen=True)
@@ -666,7 +669,7 @@ def _bench(file: ReportFile) -> BenchFacts:
                 all_tails=_timing(point["all_tails"]),
                 tails=tuple(_timing(tail) for tail in point["tails"]),
                 plugin_share=_spread(point["share_in_tails"]["plugin"]),
-                native_share=_spread(point["share_in_tails"]["native"]),
+                native_share=_spread_or_none(point["share_in_tails"]["native"]),
             )
             for point in content["points"]
         ),
@@ -679,11 +682,15 @@ def _timing(entry: Mapping[str, Any]) -> Timing:
     return Timing(
         name=entry["name"],
         plugin=_spread(entry["plugin_ms"]),
-        native=_spread(entry["native_ms"]),
-        ratio=_spread(entry["ratio"]),
+        native=_spread_or_none(entry["native_ms"]),
+        ratio=_spread_or_none(entry["ratio"]),
         floor_ms=floor.get("ms"),
         floor_share=floor.get("of_plugin_time"),
     )
+
+
+def _spread_or_none(entry: Mapping[str, Any] | None) -> Spread | None:
+    return None if entry is None else _spread(entry)
 
 
 def _spread(entry: Mapping[str, Any]) -> Spread:
@@ -771,15 +778,21 @@ def _bench_verdict(benchmarks: Sequence[BenchFacts]) -> Verdict:
     points = [point for facts in benchmarks for point in facts.points]
     if not points:
         return Verdict("Benchmarks", MISSING, "Not run.")
+    whole = _times([point.end_to_end.ratio for point in points])
+    tails = _times([point.all_tails.ratio for point in points])
+    in_tails = "; in the tails they were not found" if tails is None else f" and {tails} in the tails"
     return Verdict(
         "Benchmarks",
         MEASURED,
-        f"Native layers take {_times([p.end_to_end.ratio for p in points])} the plugin's time end to end and "
-        f"{_times([p.all_tails.ratio for p in points])} in the tails, over {_count(len(points), 'profile point')}.",
+        f"Native layers take {whole} the plugin's time end to end{in_tails}, over "
+        f"{_count(len(points), 'profile point')}.",
     )
 
 
-def _times(ratios: Sequence[Spread]) -> str:
+def _times(found: Sequence[Spread | None]) -> str | None:
+    ratios = [ratio for ratio in found if ratio is not None]
+    if not ratios:
+        return None
     low = min(ratio.median for ratio in ratios)
     high = max(ratio.median if ratio.high is None else ratio.high for ratio in ratios)
     return f"{low:.2f} times" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f} times"

@@ -164,8 +164,10 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1%}".replace("%", " %")
 
 
-def spread(value: Spread, unit: float = 1.0, digits: int = 1) -> str:
-    """Median ± interquartile range; both medians where only bounds are known."""
+def spread(value: Spread | None, unit: float = 1.0, digits: int = 1) -> str:
+    """Median ± interquartile range; both medians where only bounds are known; and None is what was not found."""
+    if value is None:
+        return "not found"
     if value.high is not None:
         return f"{value.median * unit:.{digits}f} to {value.high * unit:.{digits}f}"
     iqr = "" if value.iqr is None else f" ± {value.iqr * unit:.{digits}f}"
@@ -279,6 +281,8 @@ def _time_marks(timing: Timing) -> tuple[Mark, ...]:
         at = timing.floor_ms * 1e3
         marks.append(Mark("floor", at, at, f"floor {microseconds(timing.floor_ms)} µs"))
     for series, value, who in (("native", timing.native, "native layers"), ("plugin", timing.plugin, "plugin")):
+        if value is None:
+            continue
         low, high = value.median * 1e3, (value.median if value.high is None else value.high) * 1e3
         marks.append(Mark(series, low, high, f"{who} {spread(value, 1e3)} µs"))
     return tuple(marks)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +21,7 @@ from moetrt.cuda_op import launch
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import existing_file
 from moetrt.library import KernelLibrary
+from moetrt.onnx_files import save_model
 from moetrt.spec import OperatorSpec
 
 # Polygraphy fixes which TensorRT it uses when it is imported. Parity on a CPU needs none at all: what is wrong with it,
@@ -313,10 +315,30 @@ def ort_session(path: str | os.PathLike[str], name: str | None = None) -> Callab
         try:
             return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its exceptions have no common base of their own
-            reason = " ".join(str(error).split())
+            # The file may be one of ours; the message names the user's.
+            reason = " ".join(str(error).replace(f"Load model from {os.fspath(path)} failed:", "").split())
             raise InputError(f"ONNX Runtime does not take {name or repr(str(Path(path)))}: {reason}") from error
 
     return load
+
+
+def session_of(model: ir.Model, path: Path, name: str) -> Callable[[], onnxruntime.InferenceSession]:
+    """As `ort_session`, of a model that is made for the run alone.
+
+    Args:
+        model: the model.
+        path: where its file goes for as long as it is run.
+        name: what to call it in messages: the user knows nothing of ``path``.
+
+    Raises:
+        InputError: the model is not valid, or its file cannot be written.
+    """
+    try:
+        return ort_session(save_model(model, path), name)
+    except MoetrtError as error:
+        place = f"'{path.parent}'"
+        said = str(error).replace(f"'{path}'", name).replace(f"'{path}.data'", f"of {name}").replace(place, "for it")
+        raise type(error)(said.replace(f"ONNX model {name}", name, 1)) from error
 
 
 def tensorrt_runner(

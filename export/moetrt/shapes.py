@@ -21,17 +21,32 @@ def fill_in_shapes(model: ir.Model) -> None:
         _fill_symbols(model)
 
 
+def fill_in_types(model: ir.Model) -> None:
+    """Gives values without a dtype or shape what onnx infers through the file's own functions, which stay as they are.
+
+    A file of a graph editor may say nothing of its inner values. Where inference stops, nothing is changed.
+    """
+    values = [value for graph in model.graphs() for node in graph for value in node.outputs]
+    if any(value.dtype is None or value.shape is None for value in values):
+        _infer(model)
+
+
+def _infer(model: ir.Model) -> None:
+    try:
+        proto = onnx.shape_inference.infer_shapes(without_external_data(ir.to_proto(model)), data_prop=True)
+    except Exception:  # onnx raises its own InferenceError, and ValueError from its parts
+        return
+    _fill(model.graph, proto.graph)
+
+
 def _fill_by_onnx(model: ir.Model) -> None:
     """Gives values without a dtype or shape what onnx infers."""
     # Inference looks into functions, so that it passes the operators' nodes.
     attach_functions(model)
     try:
-        proto = onnx.shape_inference.infer_shapes(without_external_data(ir.to_proto(model)), data_prop=True)
-    except Exception:  # onnx raises its own InferenceError, and ValueError from its parts
-        return
+        _infer(model)
     finally:
         remove_functions(model)
-    _fill(model.graph, proto.graph)
 
 
 def _fill_symbols(model: ir.Model) -> None:

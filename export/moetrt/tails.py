@@ -11,10 +11,9 @@ import torch
 
 from moetrt.errors import InputError
 from moetrt.library import KernelLibrary
-from moetrt.onnx_files import save_model
 from moetrt.onnx_op import make_model, named_inputs, operator_of, read_attributes
 from moetrt.reference import reference
-from moetrt.runners import KernelRunner, OrtRunner, Results, TorchRunner, ort_session, side_by_side
+from moetrt.runners import KernelRunner, OrtRunner, Results, TorchRunner, session_of, side_by_side
 from moetrt.spec import Operand, OperatorSpec
 from moetrt.twins import TORCH_DTYPES, to_torch
 from moetrt.verdict import GOLD, KERNEL, ORT, PYTORCH
@@ -122,12 +121,12 @@ def run_tail(tail: Tail, operands: Mapping[str, torch.Tensor], folder: Path, ker
     for output in model.graph.outputs:
         if output.shape is None:
             output.shape = ir.Shape([operands["expert_weights"].shape[0], None])
-    path = save_model(model, folder / "tail.onnx")
+    session = session_of(model, folder / "tail.onnx", f"the function of {tail.name}")
     definition = _Definition(tail)
     runners: list[Any] = [
         TorchRunner(definition, operands, tail.spec.outputs, name=PYTORCH),
         TorchRunner(definition, operands, tail.spec.outputs, float64=True, name=GOLD),
-        OrtRunner(ort_session(path, f"the function of {tail.name}"), name=ORT),
+        OrtRunner(session, name=ORT),
     ]
     if kernel is not None:
         runners.append(KernelRunner(kernel, tail.spec, operands, tail.attributes, name=KERNEL))

@@ -55,8 +55,9 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """A per-layer profile: its number of iterations, and the layers in the order in which they ran."""
+    """A per-layer profile: its file, its number of iterations, and the layers in the order in which they ran."""
 
+    path: Path
     iterations: int
     layers: tuple[LayerTime, ...]
 
@@ -89,6 +90,7 @@ class Log:
         device: the GPU's name; None likewise.
         bandwidth: of its memory in bytes a second, from bus width and memory clock (two transfers a clock).
         warnings: the lines that trtexec marks as such, without their time.
+        passed, failed: whether it has the line that trtexec ends with where all went well, or where something did not.
     """
 
     text: str
@@ -96,6 +98,8 @@ class Log:
     device: str | None
     bandwidth: float | None
     warnings: tuple[str, ...]
+    passed: bool
+    failed: bool
 
 
 def read_times(path: str | os.PathLike[str]) -> Times:
@@ -146,7 +150,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
                 f"profile '{file}': medianMs of layer '{layer.name}' was {layer.median_ms}; "
                 "a finite number of at least 0 is taken"
             )
-    return Profile(iterations, layers)
+    return Profile(file, iterations, layers)
 
 
 def read_layers(path: str | os.PathLike[str]) -> dict[str, Layer]:
@@ -199,6 +203,8 @@ def read_log(path: str | os.PathLike[str]) -> Log:
         device=device.group(1) if device else None,
         bandwidth=_bandwidth(text),
         warnings=tuple(dict.fromkeys(re.findall(r"\[W\]\s*(.*?)\s*$", text, re.MULTILINE))),
+        passed=re.search(r"^&&&& PASSED ", text, re.MULTILINE) is not None,
+        failed=re.search(r"^&&&& FAILED ", text, re.MULTILINE) is not None,
     )
 
 

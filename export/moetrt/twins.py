@@ -95,11 +95,20 @@ def _converted(tensor: ir.TensorProtocol, wider: Mapping[ir.DataType, ir.DataTyp
 
 
 def expose(model: ir.Model, names: Iterable[str]) -> None:
-    """Makes values of the graph outputs of it, in place; those that it does not compute are passed over."""
+    """Makes values of the graph outputs of it, in place; those that it does not compute are passed over.
+
+    Raises:
+        InputError: the graph does not say a value's type, which an output must have.
+    """
     wanted = set(names) - {value.name for value in model.graph.outputs}
     for node in model.graph:
         for value in node.outputs:
             if value.name in wanted:
+                if value.type is None:
+                    raise InputError(
+                        f"value '{value.name}' of node '{node.name}' ({node.op_type}) has no type, and onnx's shape "
+                        "inference finds none; a file that has it in its value_info is taken"
+                    )
                 model.graph.outputs.append(value)
 
 

@@ -67,6 +67,7 @@ class OutputParity:
         argmax_changed: of these, those whose top-1 is none of PyTorch's; where several logits are largest, each counts.
         pytorch_argmax_changed: likewise PyTorch's against float64.
         unfused: the errors of the unfused path in ONNX Runtime, where the file before mapping was run.
+        undecided: whether it did not pass only because no element is finite, in PyTorch and float64 either.
     """
 
     name: str
@@ -93,6 +94,7 @@ class OutputParity:
     argmax_changed: int | None = None
     pytorch_argmax_changed: int | None = None
     unfused: Errors | None = None
+    undecided: bool = False
 
     @property
     def ratio(self) -> float:
@@ -115,6 +117,7 @@ class OutputParity:
             "tail": self.tail or None,
             "runner": self.runner,
             "passed": self.passed,
+            "undecided": self.undecided,
             "shape": list(self.shape),
             "dtype": self.dtype,
             "worst": number(self.worst),
@@ -142,6 +145,8 @@ class OutputParity:
 
     def lines(self) -> list[str]:
         """The figures for people, the verdict first."""
+        if self.undecided:
+            return [f"{self.headline()}: {self.reason}"]
         found = [self.headline()]
         if self.worst_index:
             theirs, ours, gold = self.worst_values
@@ -165,7 +170,7 @@ class OutputParity:
 
     def headline(self) -> str:
         """The verdict in one line."""
-        verdict = "ok" if self.passed else "DIFFERS"
+        verdict = "ok" if self.passed else "UNDECIDED" if self.undecided else "DIFFERS"
         sizes = "x".join(map(str, self.shape)) or "scalar"
         return f"{verdict}: {self.name} [{sizes}] {self.dtype}, {self.runner} against pytorch"
 
@@ -237,11 +242,16 @@ def judge(
             f"{WORST_FACTOR:g} x (worst) and {RMS_FACTOR:g} x (rms) PyTorch's own distance from float64, "
             f"for rounding in another order, plus {what} of the largest element"
         )
+    undecided = False
     passed = measured and worst <= worst_tolerance and rms <= rms_tolerance
     if not same_shape:
         reason = f"shapes differ: pytorch has {list(pytorch.shape)}"
     elif value.numel() == 0:
         passed, reason = True, "there is no element"
+    elif not measured and _same_specials(theirs, ours) and _same_specials(want, ours):
+        undecided = True
+        special = "NaN" if ours.isnan().all() else "NaN or Inf"
+        reason = f"every element is {special} in PyTorch too: nothing can be compared"
     elif not measured:
         reason = "no element is finite on every side: there is nothing to compare"
     elif not exact and pytorch_worst > SENSITIVE and value.dtype in (torch.float32, torch.float64):
@@ -277,6 +287,7 @@ def judge(
         tokens=math.prod(value.shape[:-1]) if logits else None,
         argmax_changed=argmax_changed(theirs, ours) if logits else None,
         pytorch_argmax_changed=argmax_changed(ours, want) if logits else None,
+        undecided=undecided,
     )
 
 

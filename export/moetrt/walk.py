@@ -16,13 +16,14 @@ import onnx_ir as ir
 import torch
 
 from moetrt.capture import MODEL_FILE, capture
-from moetrt.diagnosis import EXACT, Cause, Operation, distance, explain, rounded
+from moetrt.diagnosis import EXACT, Cause, Operation, differing, distance, explain, rounded
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named
 from moetrt.mapping import map_model
-from moetrt.onnx_files import data_files, load_model, save_model
+from moetrt.onnx_files import data_files, load_model
 from moetrt.reference import reference
-from moetrt.runners import OrtRunner, ort_session, side_by_side
+from moetrt.runners import OrtRunner, session_of, side_by_side
+from moetrt.shapes import fill_in_types
 from moetrt.source import Source
 from moetrt.spec import FINALIZE_ADD_RMS_NORM
 from moetrt.tails import Tail, outputs_of, tails_of
@@ -149,6 +150,7 @@ def find_original(path: Path, mapped: ir.Model, given: Path | None) -> Original 
         return None
     try:
         model = load_model(place)
+        fill_in_types(model)
     except MoetrtError:
         if given is not None:
             raise
@@ -364,12 +366,12 @@ class Walk:
         }
         form = {name: tail.attributes[name] for name in ("eps", "weight_bias", "weight_before_cast")}
 
-        def differing(before_cast: int) -> float:
+        def off(before_cast: int) -> float:
             given = reference(FINALIZE_ADD_RMS_NORM, inputs, {**form, "weight_before_cast": before_cast})[0]
-            return float((given != norm).double().mean())
+            return float(differing(given, norm).double().mean())
 
         was = int(form["weight_before_cast"])
-        mine, other = differing(was), differing(1 - was)
+        mine, other = off(was), off(1 - was)
         if mine > _FORM_SHARE and other < mine / 4:
             return Cause(
                 f"weight_before_cast was {was}; {1 - was} explains it: on the same hidden state the norm rounds "
@@ -417,8 +419,8 @@ class Walk:
         given = {name: _single(value) for name, value in feed.items()}
         given |= {name: values[exchanged.get(name, name)] for name in cuts}
         with tempfile.TemporaryDirectory(prefix="moetrt-walk-") as folder:
-            path = save_model(twin, Path(folder) / "cut.onnx")
-            result = side_by_side([OrtRunner(ort_session(path), name="cut")], given)["cut"]
+            session = session_of(twin, Path(folder) / "cut.onnx", "the mapped file with its tails' outputs given")
+            result = side_by_side([OrtRunner(session, name="cut")], given)["cut"]
         for place, (name, text, tail) in enumerate(points):
             if name in cuts:
                 continue
