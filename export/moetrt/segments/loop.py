@@ -132,6 +132,10 @@ def _columns(places: list[PerRoute], terms: list[_Term]) -> _Columns | None:
     return _Columns(replace(places[0], column=None), taken)
 
 
+def _casts(terms: list[_Term]) -> list[ir.Value]:
+    return [value for term in terms for value in term.found.casts]
+
+
 def _complaint(end: ir.Node, taken: list[int], others: list[int]) -> str | None:
     """What is wrong with the k that the terms' weights have, beside those of their rows."""
     if taken != others:
@@ -160,7 +164,7 @@ def _picked(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | None:
     clamped = [clamp is not None for _, clamp in indices]
     if len(set(masked)) != 1 or (not all(masked) and len(set(clamped)) != 1):
         problem = problem or f"some terms of {named(end)} are masked or clamped and others are not"
-    found = Found(len(terms), scale=terms[0].found.scale, weights=[weights.whole])
+    found = Found(len(terms), casts=_casts(terms), scale=terms[0].found.scale, weights=[weights.whole])
     first_clamp = indices[0][1]
     before_selection = replace(first_clamp, column=None) if first_clamp and first_clamp.column is not None else None
     entries = before_selection or (bases.whole if first_clamp is not None else None)
@@ -174,7 +178,7 @@ def _of_experts(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | N
     """Rows that each term has for every token: one k of [T, K, H], or an expert's output."""
     if any(term.found.masks for term in terms):
         return None
-    found = Found(len(terms), scale=terms[0].found.scale, weights=[weights.whole])
+    found = Found(len(terms), casts=_casts(terms), scale=terms[0].found.scale, weights=[weights.whole])
     whole = weights.whole
     combine = combine_of(whole.value) if not whole.k_first and rank(whole.value) == 2 else None
     if combine is None and not is_routed(whole.value):

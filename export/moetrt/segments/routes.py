@@ -11,13 +11,16 @@ from moetrt.segments.reading import (
     FLOAT_DTYPES,
     axes,
     before_upcast,
+    cast_source,
     constant,
     dim,
     dims,
+    dtype_name,
     input_of,
     ints,
     is_constant,
     is_op,
+    keeps,
     named,
     rank,
     scalar,
@@ -67,11 +70,13 @@ class Found:
         top_k: K; a symbol or None where it is no number.
         k_first: the layout of the value that the walk stands at.
         by_column: whether the walk goes back from one term, which holds one route of each token.
+        casts: what Casts made of the products and rows on the way.
     """
 
     top_k: int | str | None = None
     k_first: bool = False
     by_column: bool = False
+    casts: list[ir.Value] = field(default_factory=list)
     masks: list[PerRoute] = field(default_factory=list)
     weights: list[PerRoute] = field(default_factory=list)
     scale: float = 1.0
@@ -106,18 +111,20 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
         NotThis: a node on the way is no part of a finalize.
     """
     unpicked: ir.Value | None = None
+    casts_above = 0
     while True:
         node = value.producer()
         source = node.inputs[0] if node is not None and node.inputs else None
         if node is None or source is None:
-            return Rows(unpicked or value, k_first=found.k_first)
+            break
         picked = _picked(node, value, found)
         if picked is not None:
             return picked
         if is_op(node, "Cast"):
+            found.casts.append(value)
             if before_upcast(value) is value and unpicked is None:
                 # Rows that nothing picks are taken with the dtype that the products have.
-                unpicked = value
+                unpicked, casts_above = value, len(found.casts)
             value = source
             continue
         if _is_view(node, source, value):
@@ -130,8 +137,11 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
             found.k_first = not found.k_first
             value = source
         else:
-            return Rows(unpicked or value, k_first=found.k_first)
+            break
         unpicked = None
+    if unpicked is not None:
+        del found.casts[casts_above:]
+    return Rows(unpicked or value, k_first=found.k_first)
 
 
 def _is_view(node: ir.Node, source: ir.Value, value: ir.Value) -> bool:
@@ -571,6 +581,12 @@ def weighted_seed(
     """The seed of these rows, what multiplies them, and their map; ``index`` None: they lie in the routes' order."""
     data = rows if isinstance(rows, Operand) else Operand(before_upcast(rows))
     operands: dict[str, Operand] = {"gemm2_permuted": data}
+    rounded = next((value for value in found.casts if not keeps(value.dtype, data.value.dtype)), None)
+    if rounded is not None:
+        problem = problem or (
+            f"'{rounded.name}' is rounded to {dtype_name(rounded.dtype)} on the way from the rows, which are "
+            f"{dtype_name(data.value.dtype)}, to their sum; the operator does not round there: leave out this Cast"
+        )
     if len(found.weights) > 1:
         names = ", ".join(f"'{weight.value.name}'" for weight in found.weights)
         problem = problem or f"the rows are multiplied by more than one factor ({names}): multiply these first"
@@ -643,6 +659,9 @@ def squeezed(value: ir.Value, axis: int) -> ir.Node | None:
     """The node after which ``axis`` of ``value``, of size 1, is gone and nothing else changed; Casts may come first."""
     node = sole_reader(value)
     while node is not None and is_op(node, "Cast") and node.outputs[0].dtype in FLOAT_DTYPES:
+        before = value.producer()
+        if is_op(before, "Cast") and not keeps(value.dtype, given(cast_source(value)).dtype):
+            return None  # rounded, and then cast again
         value = node.outputs[0]
         node = sole_reader(value)
     if node is None or node.inputs[0] is not value:
