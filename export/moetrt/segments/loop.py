@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from moetrt.segments.bounds import lowest
 from moetrt.segments.combine import Combine, combine_of
 from moetrt.segments.gather import DENSE_FORM, MOST_ROUTES, chosen_experts
 from moetrt.segments.maps import clamped_map, route_numbers
@@ -145,6 +146,16 @@ def _complaint(end: ir.Node, taken: list[int], others: list[int]) -> str | None:
     return None
 
 
+def _spared(end: ir.Node, index: PerRoute) -> str | None:
+    """What is wrong with masks that spare entries below -1, which then name rows from the end."""
+    if lowest(index.value) >= -1:
+        return None
+    return (
+        f"the terms of {named(end)} are masked where the map '{index.value.name}' is -1, so one of -2 reads a row; "
+        "mask where it is below 0 (map >= 0)"
+    )
+
+
 def _picked(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | None:
     """Rows that a column of the map picks, in each term."""
     rows = terms[0].rows.value
@@ -168,7 +179,10 @@ def _picked(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | None:
     first_clamp = indices[0][1]
     before_selection = replace(first_clamp, column=None) if first_clamp and first_clamp.column is not None else None
     entries = before_selection or (bases.whole if first_clamp is not None else None)
-    index, complaint = map_operand(end, bases.whole, entries, found, masked=all(masked))
+    if all(masked) and any(all(mask.below for mask in term.found.masks) for term in terms):
+        complaint = _spared(end, bases.whole)
+        problem = problem or complaint
+    index, complaint = map_operand(end, bases.whole, entries, found, masked=all(masked), rows=data)
     if first_clamp is not None and before_selection is None and not all(masked):
         index = clamped_map(index)
     return weighted_seed(FORM, end, data, found, index, problem or complaint)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from moetrt.segments.bounds import lowest
 from moetrt.segments.reading import (
     FLOAT_DTYPES,
     axes,
@@ -26,8 +27,9 @@ from moetrt.segments.reading import (
     scalar,
     sole_reader,
 )
-from moetrt.segments.tail import Operand, Seed, Write
+from moetrt.segments.tail import Operand, Seed, Write, written
 
+_INT32 = ir.DataType.INT32
 INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 _RESHAPES = ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity")
@@ -55,11 +57,13 @@ class PerRoute:
     Attributes:
         k_first: the elements lie as [K, T] rather than [T, K].
         column: the k that was selected on the way here, in a sum that the graph writes term by term.
+        below: of a map that a mask is made from: whether the mask keeps the rows of entries below -1.
     """
 
     value: ir.Value
     k_first: bool = False
     column: int | None = None
+    below: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -425,7 +429,8 @@ def _mask(condition: PerRoute, keeps: bool, found: Found) -> PerRoute | None:
     first, second = scalar(node.inputs[0]), scalar(node.inputs[1])
     if _KEEPS.get((node.op_type, first, second)) is not keeps:
         return None
-    return strip(replace(place, value=given(node.inputs[0] if first is None else node.inputs[1])), found)
+    place = strip(replace(place, value=given(node.inputs[0] if first is None else node.inputs[1])), found)
+    return replace(place, below=node.op_type == "Equal")
 
 
 def index_of(place: PerRoute, rows: ir.Value | None, found: Found) -> tuple[PerRoute, PerRoute | None]:
@@ -495,22 +500,8 @@ def _masked_index(place: PerRoute, node: ir.Node, found: Found) -> ir.Value | No
 
 
 def never_negative(value: ir.Value) -> bool:
-    """Whether the graph shows that a map without a mask holds no -1: sorting gives it, or scattering of a range."""
-    value = _integer(value)
-    number = scalar(value)
-    node = value.producer()
-    if number is not None or node is None:
-        return number is not None and number >= 0
-    if is_op(node, "TopK"):
-        return value is node.outputs[1]
-    if is_op(node, "Range"):
-        start, step = scalar(node.inputs[0]), scalar(node.inputs[2])
-        return start is not None and step is not None and start >= 0 and step > 0
-    if is_op(node, "Gather", "GatherElements", "GatherND", "Expand", "Transpose"):
-        return never_negative(given(node.inputs[0]))
-    if is_op(node, "ScatterElements", "ScatterND"):
-        return all(never_negative(given(node.inputs[index])) for index in (0, 2))
-    return False
+    """Whether the graph shows that a map without a mask holds no -1: sorting gives it, or a clamp, or a range."""
+    return lowest(value) >= 0
 
 
 def are_rows(value: ir.Value, *ranks: int) -> bool:
@@ -540,12 +531,18 @@ def picked_seed(
         only_read: where ``rows`` is what a clamp's bound is made from, another name of it.
     """
     base, clamped = index_of(index, only_read or rows, found)
-    operand, problem = map_operand(end, base, clamped, found, masked=masked)
+    operand, problem = map_operand(end, base, clamped, found, masked=masked, rows=rows)
     return weighted_seed(form, end, rows, found, operand, problem)
 
 
 def map_operand(
-    end: ir.Node, base: PerRoute, clamped: PerRoute | None, found: Found, *, masked: bool
+    end: ir.Node,
+    base: PerRoute,
+    clamped: PerRoute | None,
+    found: Found,
+    *,
+    masked: bool,
+    rows: ir.Value,
 ) -> tuple[Operand, str | None]:
     """The map as an operand, and what is wrong with it.
 
@@ -555,6 +552,7 @@ def map_operand(
         clamped: the map clamped to 0 and more, where it is.
         found: what masks the rows.
         masked: whether an entry of -1 picks nothing in any case.
+        rows: [R, H].
     """
     problem: str | None = None
     if any(mask != base for mask in found.masks):
@@ -567,7 +565,51 @@ def map_operand(
     # Where nothing masks, the clamp decides which row an entry of -1 reads.
     entries = base if found.masks or masked or clamped is None else clamped
     operand, complaint = per_route_operand(entries, found.top_k)
+    if (found.masks or masked) and not problem and not complaint and lowest(base.value) < -1:
+        # The operator takes -1 for a route without a row; a mask may take every number below 0 for one.
+        if masked or not all(mask.below for mask in found.masks):
+            operand = raised(operand, -1)
+        else:
+            read, complaint = per_route_operand(clamped or base, found.top_k)
+            operand = _but_minus_one(operand, read, rows)
     return operand, problem or complaint
+
+
+def raised(index: Operand, least: int) -> Operand:
+    """``index`` with its entries below ``least`` made ``least``."""
+
+    def make(write: Write) -> ir.Value:
+        entries = written(replace(index, cast_to=None), write)
+        bound = write("Constant", [], {"value": ir.tensor(least, dtype=entries.dtype)}, entries.dtype, [])
+        made = write("Max", [entries, bound], {}, entries.dtype, [])
+        made.shape = entries.shape
+        return made
+
+    return Operand(index.value, index.cast_to, make=make)
+
+
+def _but_minus_one(index: Operand, read: Operand, rows: ir.Value) -> Operand:
+    """The map where a mask spares all entries of ``index`` but -1: what ``read`` names, from the end below 0."""
+
+    def make(write: Write) -> ir.Value:
+        def number(value: int) -> ir.Value:
+            return write("Constant", [], {"value": ir.tensor(value, dtype=_INT32)}, _INT32, [])
+
+        def choose(condition: str, entries: ir.Value, than: int, yes: ir.Value, no: ir.Value) -> ir.Value:
+            where = write(condition, [entries, number(than)], {}, ir.DataType.BOOL, [])
+            chosen = write("Where", [where, yes, no], {}, _INT32, [])
+            where.shape = chosen.shape = entries.shape
+            return chosen
+
+        entries, places = (written(replace(operand, cast_to=_INT32), write) for operand in (index, read))
+        if lowest(read.value) < 0:
+            count = written(Operand(write("Shape", [rows], {"end": 1}, ir.DataType.INT64, [1]), _INT32), write)
+            from_end = write("Add", [places, count], {}, _INT32, [])
+            from_end.shape = places.shape
+            places = choose("Less", places, 0, from_end, places)
+        return choose("Equal", entries, -1, number(-1), places)
+
+    return Operand(index.value, _INT32, make=make)
 
 
 def weighted_seed(
