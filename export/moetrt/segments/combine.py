@@ -37,7 +37,9 @@ def combine_of(matrix: ir.Value) -> Combine | None:
 def _scattered(matrix: ir.Value) -> Combine | None:
     """``zeros(T, N).scatter(1, index, weights)``."""
     node = matrix.producer()
+    casts: list[ir.Value] = []
     while node is not None and is_op(node, "Cast", "Identity"):
+        casts += [matrix] if is_op(node, "Cast") else []
         matrix = given(node.inputs[0])
         node = matrix.producer()
     if node is None or not is_op(node, "ScatterElements") or rank(matrix) not in (2, 3):
@@ -49,7 +51,7 @@ def _scattered(matrix: ir.Value) -> Combine | None:
     if rank(index) != rank(matrix):
         return None
     reduction = node.attributes.get_string("reduction", "none")
-    found = Found(top_k=dim(index, -1))
+    found = Found(top_k=dim(index, -1), casts=casts)
     place = found.here(index)
     take_weights(found.here(weights), found)
     problem = None
@@ -75,7 +77,9 @@ def _distinct(place: PerRoute, found: Found) -> bool:
 def _one_hot(matrix: ir.Value) -> Combine | None:
     """The sum over k of ``one_hot(index) * weights``."""
     node = matrix.producer()
+    casts: list[ir.Value] = []
     while node is not None and is_op(node, "Cast", "Identity"):
+        casts += [matrix] if is_op(node, "Cast") else []
         matrix = given(node.inputs[0])
         node = matrix.producer()
     if node is not None and is_op(node, "Squeeze", "Reshape"):
@@ -84,6 +88,7 @@ def _one_hot(matrix: ir.Value) -> Combine | None:
     if total is None or total.end.outputs[0] is not matrix:
         return None
     found = total.found
+    found.casts += casts
     rows = walk_back(total.routes, found)
     if rows.value is not None or rows.index is None:
         return None

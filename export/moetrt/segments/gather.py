@@ -106,6 +106,7 @@ def _weights_before(data: ir.Value, order: ir.Value, k_first: bool, found: Found
         return None
     found.weights.append(strip(PerRoute(weights, k_first), found))
     found.scale *= inner.scale
+    found.casts += inner.casts
     return rows
 
 
@@ -182,7 +183,8 @@ def chosen_experts(end: ir.Node, rows: Operand, weighted: Found, combine: Combin
     experts = weighted.top_k
     if not isinstance(experts, int):
         return None
-    found = replace(combine.found, scale=combine.found.scale * weighted.scale)
+    casts = [*combine.found.casts, *weighted.casts]
+    found = replace(combine.found, scale=combine.found.scale * weighted.scale, casts=casts)
     base, clamped = index_of(combine.index, None, combine.found)
     problem = combine.problem
     if found.masks:

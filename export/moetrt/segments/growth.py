@@ -14,6 +14,7 @@ from moetrt.segments.reading import (
     dims,
     dtype_name,
     is_op,
+    keeps,
     keeps_width,
     may_be_equal,
     named,
@@ -183,7 +184,12 @@ def _many_readers(value: ir.Value) -> str:
 
 
 def _cast(node: ir.Node, seed: Seed) -> None:
-    to = node.outputs[0].dtype
+    to, summed = node.outputs[0].dtype, node.inputs[0].dtype if node.inputs[0] is not None else None
+    if not keeps(summed, seed.data):
+        raise _Stop(
+            f"the sum that {named(node)} reads is {dtype_name(summed)} while the rows are {dtype_name(seed.data)}: "
+            "mixed dtypes"
+        )
     if to == seed.data or (to == ir.DataType.FLOAT and seed.data in HALF_DTYPES):
         return
     raise _Stop(f"{named(node)} makes it {dtype_name(to)} while the rows are {dtype_name(seed.data)}: mixed dtypes")
@@ -322,6 +328,8 @@ def _gated(value: ir.Value, seed: Seed) -> tuple[ir.Value, Operand] | None:
             before = step.inputs[0]
             if before is None or dim(factors, -1) != 1 or dim(before, -1) != 1:
                 break
+            if is_op(step, "Cast") and not keeps(factors.dtype, seed.data):
+                break  # the operator does not round its gate: the product is added as it is
             factors = before
         producer = factors.producer()
         if producer is None or not is_op(producer, "Sigmoid") or producer.inputs[0] is None:

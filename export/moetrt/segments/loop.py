@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from moetrt.segments.bounds import lowest
 from moetrt.segments.combine import Combine, combine_of
 from moetrt.segments.gather import DENSE_FORM, MOST_ROUTES, chosen_experts
 from moetrt.segments.maps import clamped_map, route_numbers
@@ -175,6 +176,10 @@ def _columns(places: list[PerRoute], terms: list[_Term]) -> _Columns | None:
     return _Columns(replace(places[0], column=None), taken)
 
 
+def _casts(terms: list[_Term]) -> list[ir.Value]:
+    return [value for term in terms for value in term.found.casts]
+
+
 def _complaint(end: ir.Node, taken: list[int], others: list[int]) -> str | None:
     """What is wrong with the k that the terms' weights have, beside those of their rows."""
     if taken != others:
@@ -182,6 +187,16 @@ def _complaint(end: ir.Node, taken: list[int], others: list[int]) -> str | None:
     if sorted(taken) != list(range(len(taken))):
         return f"the terms of {named(end)} do not take each of a token's {len(taken)} routes once"
     return None
+
+
+def _spared(end: ir.Node, index: PerRoute) -> str | None:
+    """What is wrong with masks that spare entries below -1, which then name rows from the end."""
+    if lowest(index.value) >= -1:
+        return None
+    return (
+        f"the terms of {named(end)} are masked where the map '{index.value.name}' is -1, so one of -2 reads a row; "
+        "mask where it is below 0 (map >= 0)"
+    )
 
 
 def _picked(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | None:
@@ -203,11 +218,14 @@ def _picked(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | None:
     clamped = [clamp is not None for _, clamp in indices]
     if len(set(masked)) != 1 or (not all(masked) and len(set(clamped)) != 1):
         problem = problem or f"some terms of {named(end)} are masked or clamped and others are not"
-    found = Found(len(terms), scale=terms[0].found.scale, weights=[weights.whole])
+    found = Found(len(terms), casts=_casts(terms), scale=terms[0].found.scale, weights=[weights.whole])
     first_clamp = indices[0][1]
     before_selection = replace(first_clamp, column=None) if first_clamp and first_clamp.column is not None else None
     entries = before_selection or (bases.whole if first_clamp is not None else None)
-    index, complaint = map_operand(end, bases.whole, entries, found, masked=all(masked))
+    if all(masked) and any(all(mask.below for mask in term.found.masks) for term in terms):
+        complaint = _spared(end, bases.whole)
+        problem = problem or complaint
+    index, complaint = map_operand(end, bases.whole, entries, found, masked=all(masked), rows=data)
     if first_clamp is not None and before_selection is None and not all(masked):
         index = clamped_map(index)
     return weighted_seed(FORM, end, data, found, index, problem or complaint)
@@ -217,7 +235,7 @@ def _of_experts(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | N
     """Rows that each term has for every token: one k of [T, K, H], or an expert's output."""
     if any(term.found.masks for term in terms):
         return None
-    found = Found(len(terms), scale=terms[0].found.scale, weights=[weights.whole])
+    found = Found(len(terms), casts=_casts(terms), scale=terms[0].found.scale, weights=[weights.whole])
     whole = weights.whole
     combine = combine_of(whole.value) if not whole.k_first and rank(whole.value) in (2, 3) else None
     if combine is None and not is_routed(whole.value):

@@ -1,12 +1,10 @@
 """Maps that the graph does not have as such, made by a few nodes before the plugin node: int32 [T, K]."""
 
-from dataclasses import replace
-
 import onnx_ir as ir
 
 from moetrt.segments.indices import is_permutation
 from moetrt.segments.reading import is_op
-from moetrt.segments.routes import Found, PerRoute, given, is_range, per_route_operand, strip
+from moetrt.segments.routes import Found, PerRoute, given, is_range, per_route_operand, raised, strip
 from moetrt.segments.tail import Operand, Write, written
 
 _INT32, _INT64 = ir.DataType.INT32, ir.DataType.INT64
@@ -96,12 +94,4 @@ def route_numbers(weights: PerRoute, top_k: int) -> Operand:
 
 def clamped_map(index: Operand) -> Operand:
     """``index`` with its entries below 0 made 0."""
-
-    def make(write: Write) -> ir.Value:
-        entries = written(replace(index, cast_to=None), write)
-        zero = write("Constant", [], {"value": ir.tensor(0, dtype=entries.dtype)}, entries.dtype, [])
-        raised = write("Max", [entries, zero], {}, entries.dtype, [])
-        raised.shape = entries.shape
-        return raised
-
-    return Operand(index.value, index.cast_to, make=make)
+    return raised(index, 0)

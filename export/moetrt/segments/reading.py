@@ -72,7 +72,7 @@ def ints(value: ir.Value | None) -> list[int] | None:
     tensor = constant(value)
     if tensor is None or tensor.size > 16 or not tensor.dtype.is_integer():
         return None
-    return [int(element) for element in _array(tensor).ravel()]
+    return [int(element) for element in elements(tensor).ravel()]
 
 
 def scalar(value: ir.Value | None) -> float | None:
@@ -82,7 +82,7 @@ def scalar(value: ir.Value | None) -> float | None:
         return _filled(value)
     if tensor.size != 1:
         return None
-    element = _array(tensor).ravel()[0]
+    element = elements(tensor).ravel()[0]
     # The shortest text that is this float32: 1e-06 rather than 9.999999974752427e-07.
     number = float(str(element)) if tensor.dtype == ir.DataType.FLOAT else float(element)
     return number if math.isfinite(number) else None
@@ -100,11 +100,11 @@ def _filled(value: ir.Value | None) -> float | None:
         return scalar(source) if source is not None and source.dtype in HALF_DTYPES else None
     if is_op(node, "ConstantOfShape"):
         fill = node.attributes.get("value")
-        return float(_array(fill.as_tensor()).ravel()[0]) if fill is not None else 0.0
+        return float(elements(fill.as_tensor()).ravel()[0]) if fill is not None else 0.0
     return None
 
 
-def _array(tensor: ir.TensorProtocol) -> np.ndarray:
+def elements(tensor: ir.TensorProtocol) -> np.ndarray:
     """The elements; read directly where onnx_ir would refuse the file (caches of models are full of links)."""
     if isinstance(tensor, ir.ExternalTensor):
         with Path(tensor.path).open("rb") as file:
@@ -175,6 +175,19 @@ def before_upcast(value: ir.Value) -> ir.Value:
     if source is not None and value.dtype == ir.DataType.FLOAT and source.dtype in HALF_DTYPES:
         return source
     return value
+
+
+_KEPT_BY = {
+    ir.DataType.FLOAT16: (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE),
+    ir.DataType.BFLOAT16: (ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE),
+    ir.DataType.FLOAT: (ir.DataType.FLOAT, ir.DataType.DOUBLE),
+    ir.DataType.DOUBLE: (ir.DataType.DOUBLE,),
+}
+
+
+def keeps(dtype: ir.DataType | None, numbers: ir.DataType | None) -> bool:
+    """Whether ``dtype`` has every number of the floating-point dtype ``numbers``: a Cast to it rounds nothing."""
+    return numbers is not None and dtype in _KEPT_BY.get(numbers, ())
 
 
 def axes(node: ir.Node, default: list[int]) -> list[int] | None:

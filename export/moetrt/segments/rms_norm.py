@@ -21,9 +21,11 @@ from moetrt.segments.reading import (
     dim,
     dims,
     dtype_name,
+    elements,
     input_of,
     is_constant,
     is_op,
+    keeps,
     keeps_width,
     named,
     other_input,
@@ -401,7 +403,8 @@ def _gamma(value: ir.Value, source: _Source) -> tuple[Operand, float]:
         not here or any(size != 1 for size in here[:-1]) or here[-1] != width or len(here) > (rank(source.value) or 0)
     ):
         raise _No(f"gamma '{value.name}' has shape {here}; [H] = [{width}] is taken")
-    bias = 0.0
+    bias, rounded = 0.0, False
+    steps: list[ir.Node] = []
     while not is_constant(value):
         node = value.producer()
         if node is None:
@@ -413,8 +416,11 @@ def _gamma(value: ir.Value, source: _Source) -> tuple[Operand, float]:
             before = node.inputs[0] if is_op(node, *_SAME_NUMBERS) else None
             if is_op(node, "Cast") and value.dtype not in FLOAT_DTYPES:
                 before = None
+            elif is_op(node, "Cast") and before is not None:
+                rounded = rounded or not keeps(value.dtype, before.dtype)
         if before is None:
             raise _No(f"gamma comes from {named(node)}, not from a constant")
+        steps.insert(0, node)
         value = before
     tensor = constant(value)
     if value.dtype is None and tensor is not None:
@@ -422,9 +428,23 @@ def _gamma(value: ir.Value, source: _Source) -> tuple[Operand, float]:
     shape = dims(value) or []
     if not isinstance(width, int) or math.prod(size if isinstance(size, int) else 0 for size in shape) != width:
         raise _No(f"gamma '{value.name}' has shape {shape}; [H] = [{width}] is taken")
+    if rounded and tensor is not None:
+        numbers = _rounded_gamma(tensor, steps)
+        return Operand(value, make=lambda write: write("Constant", [], {"value": numbers}, numbers.dtype, [width])), 0.0
     if value.dtype not in (ir.DataType.FLOAT, source.hidden.dtype):
         raise _No(f"gamma '{value.name}' is {dtype_name(value.dtype)}; the rows' dtype or FLOAT is taken")
     return Operand(value, reshape_to=None if shape == [width] else (width,)), bias
+
+
+def _rounded_gamma(stored: ir.TensorProtocol, steps: list[ir.Node]) -> ir.Tensor:
+    """The numbers that the norm multiplies by, flat, where Casts among ``steps`` round the ``stored`` ones."""
+    made = elements(stored).ravel()
+    for node in steps:
+        if is_op(node, "Add"):
+            made = made + made.dtype.type(1)
+        elif is_op(node, "Cast"):
+            made = made.astype(ir.DataType(node.attributes["to"].as_int()).numpy())
+    return ir.tensor(made)
 
 
 def what_follows(result: ir.Value) -> str | None:

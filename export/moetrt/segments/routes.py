@@ -8,24 +8,29 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from moetrt.segments.bounds import lowest
 from moetrt.segments.reading import (
     FLOAT_DTYPES,
     axes,
     before_upcast,
+    cast_source,
     constant,
     dim,
     dims,
+    dtype_name,
     input_of,
     ints,
     is_constant,
     is_op,
+    keeps,
     named,
     rank,
     scalar,
     sole_reader,
 )
-from moetrt.segments.tail import Operand, Seed, Write
+from moetrt.segments.tail import Operand, Seed, Write, written
 
+_INT32 = ir.DataType.INT32
 INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 _RESHAPES = ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity")
@@ -53,11 +58,13 @@ class PerRoute:
     Attributes:
         k_first: the elements lie as [K, T] rather than [T, K].
         column: the k that was selected on the way here, in a sum that the graph writes term by term.
+        below: of a map that a mask is made from: whether the mask keeps the rows of entries below -1.
     """
 
     value: ir.Value
     k_first: bool = False
     column: int | None = None
+    below: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -68,13 +75,18 @@ class Found:
         top_k: K; a symbol or None where it is no number.
         k_first: the layout of the value that the walk stands at.
         by_column: whether the walk goes back from one term, which holds one route of each token.
+<<<<<<< HEAD
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
         padded: whether columns after the first H were cut off.
+=======
+        casts: what Casts made of the products and rows on the way.
+>>>>>>> integration
     """
 
     top_k: int | str | None = None
     k_first: bool = False
     by_column: bool = False
+    casts: list[ir.Value] = field(default_factory=list)
     masks: list[PerRoute] = field(default_factory=list)
     weights: list[PerRoute] = field(default_factory=list)
     counted: list[ir.Value] = field(default_factory=list)
@@ -111,18 +123,20 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
         NotThis: a node on the way is no part of a finalize.
     """
     unpicked: ir.Value | None = None
+    casts_above = 0
     while True:
         node = value.producer()
         source = node.inputs[0] if node is not None and node.inputs else None
         if node is None or source is None:
-            return Rows(unpicked or value, k_first=found.k_first)
+            break
         picked = _picked(node, value, found)
         if picked is not None:
             return picked
         if is_op(node, "Cast"):
+            found.casts.append(value)
             if before_upcast(value) is value and unpicked is None:
                 # Rows that nothing picks are taken with the dtype that the products have.
-                unpicked = value
+                unpicked, casts_above = value, len(found.casts)
             value = source
             continue
         if _is_view(node, source, value):
@@ -138,8 +152,11 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
             found.k_first = not found.k_first
             value = source
         else:
-            return Rows(unpicked or value, k_first=found.k_first)
+            break
         unpicked = None
+    if unpicked is not None:
+        del found.casts[casts_above:]
+    return Rows(unpicked or value, k_first=found.k_first)
 
 
 def _is_view(node: ir.Node, source: ir.Value, value: ir.Value) -> bool:
@@ -455,7 +472,8 @@ def _mask(condition: PerRoute, keeps: bool, found: Found) -> PerRoute | None:
     first, second = scalar(node.inputs[0]), scalar(node.inputs[1])
     if _KEEPS.get((node.op_type, first, second)) is not keeps:
         return None
-    return strip(replace(place, value=given(node.inputs[0] if first is None else node.inputs[1])), found)
+    place = strip(replace(place, value=given(node.inputs[0] if first is None else node.inputs[1])), found)
+    return replace(place, below=node.op_type == "Equal")
 
 
 def _mask_with_bound(place: PerRoute, bound: ir.Value, found: Found) -> PerRoute | None:
@@ -546,22 +564,8 @@ def _masked_index(place: PerRoute, node: ir.Node, found: Found) -> ir.Value | No
 
 
 def never_negative(value: ir.Value) -> bool:
-    """Whether the graph shows that a map without a mask holds no -1: sorting gives it, or scattering of a range."""
-    value = _integer(value)
-    number = scalar(value)
-    node = value.producer()
-    if number is not None or node is None:
-        return number is not None and number >= 0
-    if is_op(node, "TopK"):
-        return value is node.outputs[1]
-    if is_op(node, "Range"):
-        start, step = scalar(node.inputs[0]), scalar(node.inputs[2])
-        return start is not None and step is not None and start >= 0 and step > 0
-    if is_op(node, "Gather", "GatherElements", "GatherND", "Expand", "Transpose"):
-        return never_negative(given(node.inputs[0]))
-    if is_op(node, "ScatterElements", "ScatterND"):
-        return all(never_negative(given(node.inputs[index])) for index in (0, 2))
-    return False
+    """Whether the graph shows that a map without a mask holds no -1: sorting gives it, or a clamp, or a range."""
+    return lowest(value) >= 0
 
 
 def are_rows(value: ir.Value, *ranks: int) -> bool:
@@ -591,7 +595,7 @@ def picked_seed(
         only_read: where ``rows`` is what a clamp's bound is made from, another name of it.
     """
     base, clamped = index_of(index, only_read or rows, found)
-    operand, problem = map_operand(end, base, clamped, found, masked=masked)
+    operand, problem = map_operand(end, base, clamped, found, masked=masked, rows=rows)
     for counted in found.counted:
         if before_upcast(counted) is not before_upcast(only_read or rows):
             problem = problem or (
@@ -602,7 +606,13 @@ def picked_seed(
 
 
 def map_operand(
-    end: ir.Node, base: PerRoute, clamped: PerRoute | None, found: Found, *, masked: bool
+    end: ir.Node,
+    base: PerRoute,
+    clamped: PerRoute | None,
+    found: Found,
+    *,
+    masked: bool,
+    rows: ir.Value,
 ) -> tuple[Operand, str | None]:
     """The map as an operand, and what is wrong with it.
 
@@ -612,6 +622,7 @@ def map_operand(
         clamped: the map clamped to 0 and more, where it is.
         found: what masks the rows.
         masked: whether an entry of -1 picks nothing in any case.
+        rows: [R, H].
     """
     problem: str | None = None
     if any(mask != base for mask in found.masks):
@@ -624,7 +635,51 @@ def map_operand(
     # Where nothing masks, the clamp decides which row an entry of -1 reads.
     entries = base if found.masks or masked or clamped is None else clamped
     operand, complaint = per_route_operand(entries, found.top_k)
+    if (found.masks or masked) and not problem and not complaint and lowest(base.value) < -1:
+        # The operator takes -1 for a route without a row; a mask may take every number below 0 for one.
+        if masked or not all(mask.below for mask in found.masks):
+            operand = raised(operand, -1)
+        else:
+            read, complaint = per_route_operand(clamped or base, found.top_k)
+            operand = _but_minus_one(operand, read, rows)
     return operand, problem or complaint
+
+
+def raised(index: Operand, least: int) -> Operand:
+    """``index`` with its entries below ``least`` made ``least``."""
+
+    def make(write: Write) -> ir.Value:
+        entries = written(replace(index, cast_to=None), write)
+        bound = write("Constant", [], {"value": ir.tensor(least, dtype=entries.dtype)}, entries.dtype, [])
+        made = write("Max", [entries, bound], {}, entries.dtype, [])
+        made.shape = entries.shape
+        return made
+
+    return Operand(index.value, index.cast_to, make=make)
+
+
+def _but_minus_one(index: Operand, read: Operand, rows: ir.Value) -> Operand:
+    """The map where a mask spares all entries of ``index`` but -1: what ``read`` names, from the end below 0."""
+
+    def make(write: Write) -> ir.Value:
+        def number(value: int) -> ir.Value:
+            return write("Constant", [], {"value": ir.tensor(value, dtype=_INT32)}, _INT32, [])
+
+        def choose(condition: str, entries: ir.Value, than: int, yes: ir.Value, no: ir.Value) -> ir.Value:
+            where = write(condition, [entries, number(than)], {}, ir.DataType.BOOL, [])
+            chosen = write("Where", [where, yes, no], {}, _INT32, [])
+            where.shape = chosen.shape = entries.shape
+            return chosen
+
+        entries, places = (written(replace(operand, cast_to=_INT32), write) for operand in (index, read))
+        if lowest(read.value) < 0:
+            count = written(Operand(write("Shape", [rows], {"end": 1}, ir.DataType.INT64, [1]), _INT32), write)
+            from_end = write("Add", [places, count], {}, _INT32, [])
+            from_end.shape = places.shape
+            places = choose("Less", places, 0, from_end, places)
+        return choose("Equal", entries, -1, number(-1), places)
+
+    return Operand(index.value, _INT32, make=make)
 
 
 def weighted_seed(
@@ -638,6 +693,12 @@ def weighted_seed(
     """The seed of these rows, what multiplies them, and their map; ``index`` None: they lie in the routes' order."""
     data = rows if isinstance(rows, Operand) else Operand(before_upcast(rows))
     operands: dict[str, Operand] = {"gemm2_permuted": data}
+    rounded = next((value for value in found.casts if not keeps(value.dtype, data.value.dtype)), None)
+    if rounded is not None:
+        problem = problem or (
+            f"'{rounded.name}' is rounded to {dtype_name(rounded.dtype)} on the way from the rows, which are "
+            f"{dtype_name(data.value.dtype)}, to their sum; the operator does not round there: leave out this Cast"
+        )
     if len(found.weights) > 1:
         names = ", ".join(f"'{weight.value.name}'" for weight in found.weights)
         problem = problem or f"the rows are multiplied by more than one factor ({names}): multiply these first"
@@ -710,6 +771,9 @@ def squeezed(value: ir.Value, axis: int) -> ir.Node | None:
     """The node after which ``axis`` of ``value``, of size 1, is gone and nothing else changed; Casts may come first."""
     node = sole_reader(value)
     while node is not None and is_op(node, "Cast") and node.outputs[0].dtype in FLOAT_DTYPES:
+        before = value.producer()
+        if is_op(before, "Cast") and not keeps(value.dtype, given(cast_source(value)).dtype):
+            return None  # rounded, and then cast again
         value = node.outputs[0]
         node = sole_reader(value)
     if node is None or node.inputs[0] is not value:
