@@ -29,7 +29,7 @@ from moetrt.segments.reading import dims, named
 from moetrt.segments.rms_norm import RmsNorm
 from moetrt.segments.routers import unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
-from moetrt.shapes import fill_in_shapes
+from moetrt.shapes import fill_in_shapes, name_dimensions
 from moetrt.spec import (
     DOMAIN,
     FINALIZE_ADD,
@@ -141,6 +141,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
             check_operator_node(node)
     remove_functions(model)
     notes = inline_functions(model)
+    unnamed = name_dimensions(model)
     fill_in_shapes(model)
     mapper = _Mapper({node.name for node in _all_nodes(model) if node.name})
     for graph in model.graphs():
@@ -149,6 +150,8 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
                 mapper.map_node(node)
     notes += unheard_routers(_all_nodes(model), _routed_operands(model))
     report = MappingReport(mapper.sites, _expected(model), sort_topk(model), notes)
+    for value, shape in unnamed.items():
+        value.shape = shape
     if function:
         attach_functions(model)
     else:
@@ -230,6 +233,8 @@ class _Mapper:
         grown = grow(seed)
         reason = grown.reason
         tail = grown.tail
+        if grown.doubtful:
+            return _left_alone(seed, reason)
         if grown.norm is not None:
             try:
                 return _site(*self._write_norm(seed, tail, grown.norm), seed.form, True, None)
