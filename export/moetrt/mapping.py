@@ -31,7 +31,7 @@ from moetrt.segments.rms_norm import RmsNorm
 from moetrt.segments.routers import FORM as ROUTER_FORM
 from moetrt.segments.routers import unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
-from moetrt.shapes import fill_in_shapes
+from moetrt.shapes import fill_in_shapes, name_dimensions
 from moetrt.spec import (
     DOMAIN,
     FINALIZE_ADD,
@@ -143,6 +143,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
             check_operator_node(node)
     remove_functions(model)
     notes = inline_functions(model)
+    unnamed = name_dimensions(model)
     fill_in_shapes(model)
     plain_choices(model)
     mapper = _Mapper({node.name for node in _all_nodes(model) if node.name})
@@ -153,6 +154,8 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     heard = [*_routed_operands(model), *mapper.left_alone]
     sites = mapper.sites + [_router_site(node, reason) for node, reason in unheard_routers(_all_nodes(model), heard)]
     report = MappingReport(sites, _expected(model), sort_topk(model), notes)
+    for value, shape in unnamed.items():
+        value.shape = shape
     if function:
         attach_functions(model)
     else:
@@ -244,6 +247,8 @@ class _Mapper:
         grown = grow(seed)
         reason = grown.reason
         tail = grown.tail
+        if grown.doubtful:
+            return _left_alone(seed, reason)
         if grown.norm is not None:
             try:
                 return _site(*self._write_norm(seed, tail, grown.norm), seed.form, True, None)

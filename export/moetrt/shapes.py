@@ -9,6 +9,24 @@ from moetrt.quiet import quiet
 from moetrt.segments.reading import FLOAT_DTYPES, is_op
 
 
+def name_dimensions(model: ir.Model) -> dict[ir.Value, ir.Shape]:
+    """Names the dimensions of the graph's inputs that have no name, so that inference says where it finds them again.
+
+    Returns:
+        the inputs' shapes as they were.
+    """
+    before: dict[ir.Value, ir.Shape] = {}
+    for value in model.graph.inputs:
+        if value.shape is None or all(isinstance(size, int) or size.value is not None for size in value.shape):
+            continue
+        before[value] = value.shape
+        value.shape = ir.Shape(
+            size if isinstance(size, int) or size.value is not None else f"{value.name}_dim_{axis}"
+            for axis, size in enumerate(value.shape)
+        )
+    return before
+
+
 def fill_in_shapes(model: ir.Model) -> None:
     """Gives values without a dtype or shape what onnx infers, in inner graphs too; others stay as they are.
 

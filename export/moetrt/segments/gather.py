@@ -7,7 +7,7 @@ import onnx_ir as ir
 from moetrt.segments.combine import Combine, combine_of
 from moetrt.segments.indices import is_permutation
 from moetrt.segments.maps import dense_map, inverse_map, inverted, route_numbers
-from moetrt.segments.reading import before_upcast, dim, dims, input_of, is_op, named, rank, same_shape
+from moetrt.segments.reading import before_upcast, dim, dims, input_of, is_op, named, rank
 from moetrt.segments.routers import is_routed
 from moetrt.segments.routes import (
     Found,
@@ -24,6 +24,7 @@ from moetrt.segments.routes import (
     weighted_seed,
     without_reshapes,
 )
+from moetrt.segments.sizes import first_unequal
 from moetrt.segments.sums import Sum, sum_of
 from moetrt.segments.tail import Operand, Seed, Term
 
@@ -274,6 +275,7 @@ def _take_gemm(seed: Seed, node: ir.Node) -> None:
     added, scale = input_of(node, 2), node.attributes.get_float("beta", 1.0)
     if added is None or scale == 0:
         return
-    if not same_shape(added, node.outputs[0]) or added.dtype != seed.data or seed.scale == 0:
+    here, whole = dims(added) or [], dims(node.outputs[0]) or []
+    if len(here) != len(whole) or first_unequal(here, whole) is not None or added.dtype != seed.data or seed.scale == 0:
         seed.problem = seed.problem or f"{named(node)} adds '{added.name}' of shape {dims(added)} to the sum"
     seed.terms.append(Term(Operand(added), scale=scale))

@@ -1,7 +1,8 @@
 """A seed grows forward over scales, casts, reshapes, the shared expert's and the residual's Add, up to the RMSNorm."""
 
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -16,7 +17,6 @@ from moetrt.segments.reading import (
     is_op,
     keeps,
     keeps_width,
-    may_be_equal,
     named,
     other_input,
     rank,
@@ -26,7 +26,8 @@ from moetrt.segments.reading import (
     sole_reader,
 )
 from moetrt.segments.rms_norm import RmsNorm, find_rms_norm, what_follows
-from moetrt.segments.tail import Operand, Seed, Term
+from moetrt.segments.sizes import first_unequal, is_named
+from moetrt.segments.tail import Operand, Seed, Term, Write, written
 
 _WIDENED = "InsertedPrecisionFreeCast_"
 """What ONNX Runtime calls values that it computes in float32 because the CPU has no operator for float16."""
@@ -62,15 +63,21 @@ class Grown:
         tail: what the plugin node computes.
         norm: the RMSNorm after it, or None.
         reason: why there is no norm; None where there is one, or where nothing follows at all.
+        doubtful: whether the reason is one against the sum too.
     """
 
     tail: Tail
     norm: RmsNorm | None
     reason: str | None
+    doubtful: bool = False
 
 
 class _Stop(Exception):
     """The next node cannot be taken in; the text says why."""
+
+
+class _OtherTokens(_Stop):
+    """Neither can the sum: the graph does not show that its rows are the weights' T times K."""
 
 
 def grow(seed: Seed) -> Grown:
@@ -88,6 +95,8 @@ def grow(seed: Seed) -> Grown:
                 stopped = None if without_norm is not None and without_norm.value is tail.value else _ends(tail, seed)
                 break
             _step(tail, seed)
+        except _OtherTokens as stop:
+            return Grown(tail, None, str(stop), doubtful=True)
         except _Stop as stop:
             stopped = str(stop)
             break
@@ -249,10 +258,71 @@ def _add(tail: Tail, node: ir.Node, seed: Seed) -> None:
         )
     if not same_shape(value, other):
         raise _Stop(f"{named(node)} adds '{other.name}' of shape {dims(other)} to {dims(value)}: not the same shape")
-    term = _term(other, seed)
+    sizes = _sizes(tail, seed)
+    unequal = first_unequal(sizes, dims(other) or [])
+    if unequal is not None and (tail.shape_nodes or len(sizes) != 2 or all(map(is_named, unequal))):
+        in_order = "expanded_idx_to_permuted_idx" not in seed.operands and sizes != dims(value)
+        raise (_OtherTokens if in_order else _Stop)(_may_be_broadcast(node, other, unequal))
+    term = _term(other, seed) if unequal is None else _spread(_term(other, seed), seed, sizes)
     if term.gate is not None and any(existing.gate is not None for existing in tail.terms):
         raise _Stop(f"{named(node)} adds a second gated output")
     tail.terms.append(term)
+
+
+def _sizes(tail: Tail, seed: Seed) -> list[int | str | None]:
+    """The dimensions of the sum; T is that of the weights where the sum's own is not known."""
+    sizes = dims(tail.value) or []
+    weights = seed.operands["expert_weights"]
+    known = isinstance(sizes[0], int) or is_named(sizes[0]) if sizes else True
+    if not known and len(sizes) == 2 and not tail.shape_nodes and _is_plain(weights):
+        sizes[0] = dim(weights.value, 0)
+    return sizes
+
+
+def _is_plain(weights: Operand) -> bool:
+    """Whether the operator reads the weights as the graph has them, [T, K]."""
+    return rank(weights.value) == 2 and weights.make is None and weights.reshape_to is None
+
+
+def _may_be_broadcast(node: ir.Node, added: ir.Value, unequal: tuple[int | str | None, int | str | None]) -> str:
+    mine, theirs = (
+        f"'{size}'" if is_named(size) else str(size) if isinstance(size, int) else "unknown" for size in unequal
+    )
+    return (
+        f"{named(node)} adds '{added.name}', one of whose dimensions is {theirs} where the sum has {mine}: either may "
+        "be 1, and would be repeated; give both the same name or number"
+    )
+
+
+def _spread(term: Term, seed: Seed, sizes: Sequence[int | str | None]) -> Term:
+    """``term``, of [U, H], repeated where it has one row for all of the T tokens; where U is T, it is as it was."""
+    operand, gate = term.operand, term.gate
+    here = dims(operand.value) or []
+    if len(here) != 2 or first_unequal(here, sizes) is not None:
+        operand = _over_tokens(operand, seed)
+    if gate is not None and gate.make is None:
+        gate = _over_tokens(gate, seed)
+    return replace(term, operand=operand, gate=gate, shape_nodes=[])
+
+
+def _over_tokens(operand: Operand, seed: Seed) -> Operand:
+    """``operand`` as [T, its last dimension]."""
+    weights, width = seed.operands["expert_weights"], dim(operand.value, -1)
+    int64 = ir.DataType.INT64
+
+    def numbers(write: Write, *elements: int) -> ir.Value:
+        return write("Constant", [], {"value": ir.tensor(list(elements), dtype=int64)}, int64, [len(elements)])
+
+    def make(write: Write) -> ir.Value:
+        value = written(operand, write)
+        if rank(value) != 2 and isinstance(width, int):
+            value = write("Reshape", [value, numbers(write, -1, width)], {}, value.dtype, [None, width])
+        tokens = write("Shape", [written(replace(weights, cast_to=None), write)], {"start": 0, "end": 1}, int64, [1])
+        shape = write("Concat", [tokens, numbers(write, 1)], {"axis": 0}, int64, [2])
+        count = dim(weights.value, 0) if _is_plain(weights) else None
+        return write("Expand", [value, shape], {}, value.dtype, [count, width])
+
+    return Operand(operand.value, make=make)
 
 
 def _term(added: ir.Value, seed: Seed) -> Term:
@@ -339,7 +409,11 @@ def _gated(value: ir.Value, seed: Seed) -> tuple[ir.Value, Operand] | None:
             continue
         if logits.dtype not in (seed.data, ir.DataType.FLOAT) or shared.dtype not in FLOAT_DTYPES:
             continue
-        if not all(map(may_be_equal, (dims(sigmoid) or [])[:-1], (dims(shared) or [])[:-1])):
-            continue
-        return shared, Operand(logits, reshape_to=None if rank(logits) == 2 else (-1, 1))
+        gate = Operand(logits, reshape_to=None if rank(logits) == 2 else (-1, 1))
+        unequal = first_unequal((dims(sigmoid) or [])[:-1], (dims(shared) or [])[:-1])
+        if unequal is not None:
+            if len(dims(shared) or []) != 2 or all(map(is_named, unequal)):
+                continue
+            gate = _over_tokens(gate, seed)
+        return shared, gate
     return None

@@ -28,6 +28,7 @@ from moetrt.segments.reading import (
     scalar,
     sole_reader,
 )
+from moetrt.segments.sizes import is_named, surely_equal
 from moetrt.segments.tail import Operand, Seed, Write, written
 
 _INT32 = ir.DataType.INT32
@@ -75,12 +76,9 @@ class Found:
         top_k: K; a symbol or None where it is no number.
         k_first: the layout of the value that the walk stands at.
         by_column: whether the walk goes back from one term, which holds one route of each token.
-<<<<<<< HEAD
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
         padded: whether columns after the first H were cut off.
-=======
         casts: what Casts made of the products and rows on the way.
->>>>>>> integration
     """
 
     top_k: int | str | None = None
@@ -123,7 +121,7 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
         NotThis: a node on the way is no part of a finalize.
     """
     unpicked: ir.Value | None = None
-    casts_above = 0
+    casts_above = casts_of_products = 0
     while True:
         node = value.producer()
         source = node.inputs[0] if node is not None and node.inputs else None
@@ -131,6 +129,9 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
             break
         picked = _picked(node, value, found)
         if picked is not None:
+            if picked.value is None:
+                # Every dtype has the 0 and 1 that a one-hot matrix is made of.
+                del found.casts[casts_of_products:]
             return picked
         if is_op(node, "Cast"):
             found.casts.append(value)
@@ -145,7 +146,7 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
             found.padded = True
             value = source
         elif is_op(node, "Mul") and (routes := _take_factor(node, value, found)) is not None:
-            value = routes
+            value, casts_of_products = routes, len(found.casts)
         elif is_op(node, "Where") and (kept := _take_mask(node, found)) is not None:
             value = kept
         elif is_op(node, "Transpose") and _swaps_t_and_k(node, source, found):
@@ -715,6 +716,7 @@ def weighted_seed(
         operands["expert_weights"] = replace(index, cast_to=ir.DataType.FLOAT)
     if index is not None:
         operands["expanded_idx_to_permuted_idx"] = index
+        problem = problem or _other_tokens(operands["expert_weights"], index)
     return Seed(
         form=form,
         node=end,
@@ -723,6 +725,22 @@ def weighted_seed(
         scale=found.scale,
         apply_expert_weights=int(bool(found.weights)),
         problem=problem,
+    )
+
+
+def _other_tokens(weights: Operand, index: Operand) -> str | None:
+    """What is wrong with weights [U, K] and a map [T, K]: one of them may be repeated."""
+    values = (weights.value, index.value)
+    if any(rank(value) != 2 for value in values) or weights.make is not None or weights.reshape_to is not None:
+        return None
+    one, other = (dim(value, 0) for value in values)
+    if dim(weights.value, 1) != dim(index.value, 1):
+        return None
+    if not (is_named(one) and is_named(other)) or surely_equal(one, other):
+        return None
+    return (
+        f"the weights '{weights.value.name}' have '{one}' rows and the map '{index.value.name}' has '{other}': either "
+        "may be 1, and would be repeated; give both the same name"
     )
 
 
@@ -736,6 +754,11 @@ def per_route_operand(place: PerRoute, top_k: int | str | None) -> tuple[Operand
         return Operand(value, cast, make=lambda write: _transposed(write, value, top_k)), None
     if rank(value) == 2 and dim(value, 1) == top_k:
         return Operand(value, cast), None
+    if rank(value) == 2 and is_named(dim(value, 1)):
+        return Operand(value, cast), (
+            f"'{value.name}' has '{dim(value, 1)}' columns, which may be one for all of a token's {top_k} routes: "
+            "give it the number of routes"
+        )
     if isinstance(top_k, int):
         return Operand(value, cast, (-1, top_k)), None
     return Operand(value, cast), _unknown_k(value)
@@ -771,8 +794,7 @@ def squeezed(value: ir.Value, axis: int) -> ir.Node | None:
     """The node after which ``axis`` of ``value``, of size 1, is gone and nothing else changed; Casts may come first."""
     node = sole_reader(value)
     while node is not None and is_op(node, "Cast") and node.outputs[0].dtype in FLOAT_DTYPES:
-        before = value.producer()
-        if is_op(before, "Cast") and not keeps(value.dtype, given(cast_source(value)).dtype):
+        if is_op(value.producer(), "Cast") and not keeps(value.dtype, given(cast_source(value)).dtype):
             return None  # rounded, and then cast again
         value = node.outputs[0]
         node = sole_reader(value)
