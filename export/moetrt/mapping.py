@@ -209,6 +209,12 @@ _Written = tuple[ir.Node, list[str]]
 """A plugin node, and the names of the nodes that it replaced."""
 
 
+def _ends_a_layer(seed: Seed) -> bool:
+    """Whether a residual is added to the seed's sum and the result normalised."""
+    grown = grow(seed)
+    return grown.norm is not None and bool(grown.tail.terms)
+
+
 class _Mapper:
     """Maps tails one after another and keeps what they became; node names stay unique.
 
@@ -228,7 +234,7 @@ class _Mapper:
             self.sites.append(_site(node, [], MAPPED_FORM, True, None))
             return
         seed = seed_at(node)
-        if seed is None:
+        if seed is None or (seed.may_be_pooling and not _ends_a_layer(seed)):
             return
         if seed.problem is not None:
             self.sites.append(self._leave(seed, seed.problem))

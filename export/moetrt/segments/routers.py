@@ -32,6 +32,18 @@ def is_routed(weights: ir.Value) -> bool:
     return False
 
 
+def chosen_of(ids: ir.Value) -> int | None:
+    """How many experts there are, where a TopK along them gave ``ids`` as it is."""
+    node = ids.producer()
+    if node is None or not is_op(node, "TopK") or ids is not node.outputs[1] or node.inputs[0] is None:
+        return None
+    ndim = rank(node.inputs[0])
+    if ndim is None or node.attributes.get_int("axis", -1) not in (-1, ndim - 1):
+        return None
+    count = dim(node.inputs[0], ndim - 1)
+    return count if isinstance(count, int) else None
+
+
 def unheard_routers(nodes: Iterable[ir.Node], heard: Iterable[ir.Value]) -> list[tuple[ir.Node, str]]:
     """The TopK nodes that choose a token's experts and reach no tail, and what a user should know of each.
 
