@@ -29,7 +29,7 @@ from moetrt.segments.growth import Tail, grow
 from moetrt.segments.reading import dim, dims, named, rank
 from moetrt.segments.rms_norm import RmsNorm
 from moetrt.segments.routers import FORM as ROUTER_FORM
-from moetrt.segments.routers import unheard_routers
+from moetrt.segments.routers import is_routed, router_behind, unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
 from moetrt.shapes import fill_in_shapes
 from moetrt.spec import (
@@ -181,11 +181,15 @@ def check_operator_node(node: ir.Node) -> None:
 
 
 def _routed_operands(model: ir.Model) -> Iterator[ir.Value]:
-    """The weights and maps of the model's plugin nodes."""
+    """The weights and maps of the model's plugin nodes; where no router made these, what their rows' router gives."""
     for node in _all_nodes(model):
         if operator_of(node) is not None:
             inputs = named_inputs(node)
-            yield from (inputs[name] for name in ("expert_weights", "expanded_idx_to_permuted_idx") if name in inputs)
+            routed = [inputs[name] for name in ("expert_weights", "expanded_idx_to_permuted_idx") if name in inputs]
+            yield from routed
+            if not any(map(is_routed, routed)):
+                router = router_behind(inputs["gemm2_permuted"], dim(inputs["expert_weights"], -1))
+                yield from () if router is None else (router,)
 
 
 def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:

@@ -44,6 +44,25 @@ def chosen_of(ids: ir.Value) -> int | None:
     return count if isinstance(count, int) else None
 
 
+def router_behind(rows: ir.Value, top_k: int | str | None) -> ir.Value | None:
+    """What the nearest router that chooses K experts gives, of those that ``rows`` follow from; None if none does.
+
+    A tail whose weights no router made (they are all 1, or lie in the rows already) has its router there.
+    """
+    seen: set[ir.Node] = set()
+    pending = deque([rows])
+    while pending and len(seen) < _MOST_READERS:
+        node = pending.popleft().producer()
+        if node is None or node in seen:
+            continue
+        chosen = _chosen(node)
+        if chosen is not None:
+            return node.outputs[0] if chosen[0] == top_k else None
+        seen.add(node)
+        pending += [value for value in node.inputs if value is not None]
+    return None
+
+
 def unheard_routers(nodes: Iterable[ir.Node], heard: Iterable[ir.Value]) -> list[tuple[ir.Node, str]]:
     """The TopK nodes that choose a token's experts and reach no tail, and what a user should know of each.
 
