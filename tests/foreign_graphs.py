@@ -147,6 +147,41 @@ def stacked_terms_at_the_end(rows: Tensor, weights: Tensor, index: Tensor) -> Te
 
 BY_MAP |= {form.__name__: form for form in (stacked_terms, stacked_terms_at_the_end)}
 
+
+def matmul_left_selected(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    return torch.matmul(weights[:, None, :], rows[index.clamp(min=0).long()])[:, 0]
+
+
+def kept_dimension_selected(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    return (rows[index.clamp(min=0).long()] * weights[:, :, None]).sum(1, keepdim=True)[:, 0:1].squeeze(1)
+
+
+def columns_summed(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """K lies after H."""
+    return (rows[index.clamp(min=0).long()].transpose(1, 2) * weights[:, None, :]).sum(-1)
+
+
+def large_weights_only(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    return (rows[index.clamp(min=0).long()] * (weights * (weights > 0.1))[..., None]).sum(1)
+
+
+def factor_after_factor(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """One factor is of truth values that are no mask of the map, and one a second number a route."""
+    picked = torch.where((index >= 0)[..., None], rows[index.clamp(min=0).long()], 0.0)
+    return (picked * weights[..., None] * (index < 7)[..., None] * torch.sigmoid(weights)[..., None]).sum(1)
+
+
+BY_MAP |= {
+    form.__name__: form
+    for form in (
+        matmul_left_selected,
+        kept_dimension_selected,
+        columns_summed,
+        large_weights_only,
+        factor_after_factor,
+    )
+}
+
 # Tokens are never flattened. gemm2_permuted [R, H], weights [B, S, K], map [B, S, K].
 
 
@@ -278,6 +313,52 @@ def dense_loop(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 
 DENSE: dict[str, Finalize] = {
     form.__name__: form for form in (dense_einsum, dense_product, dense_bmm, dense_one_hot, dense_loop)
+}
+
+
+def dense_bmm_selected(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return torch.bmm(scattered(weights, ids)[:, None, :], rows.transpose(0, 1))[:, 0]
+
+
+def dense_indexed(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Rows are picked by token and expert."""
+    token = torch.arange(ids.shape[0])[:, None]
+    return (torch.tanh(rows).transpose(0, 1)[token, ids] * weights[..., None]).sum(1)
+
+
+def dense_indexed_loop(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    token = torch.arange(ids.shape[0])
+    return sum(torch.tanh(rows)[ids[:, k], token] * weights[:, k, None] for k in range(TOP_K))
+
+
+def dense_experts_of_this_rank(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Expert parallelism: the weights of other ranks' experts are multiplied by 0."""
+    picked = torch.gather(rows.transpose(0, 1), 1, ids[..., None].expand(-1, -1, rows.shape[-1]))
+    return (picked * (weights * (ids < EXPERTS - 1).to(weights.dtype))[..., None]).sum(1)
+
+
+def dense_loop_of_comparisons(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(rows[0])
+    for expert in range(EXPERTS):
+        out += torch.tanh(rows[expert]) * (weights * (ids == expert)).sum(-1, keepdim=True)
+    return out
+
+
+def dense_loop_of_choices(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    chosen = (torch.where(ids == expert, weights, 0.0).sum(-1)[:, None] for expert in range(EXPERTS))
+    return sum(weight * torch.tanh(rows[expert]) for expert, weight in enumerate(chosen))
+
+
+DENSE |= {
+    form.__name__: form
+    for form in (
+        dense_bmm_selected,
+        dense_indexed,
+        dense_indexed_loop,
+        dense_experts_of_this_rank,
+        dense_loop_of_comparisons,
+        dense_loop_of_choices,
+    )
 }
 
 

@@ -120,6 +120,26 @@ def one_layer_maps(self: Layers, x: Tensor) -> Tensor:
     return x + (rows * weights[..., None]).sum(1)
 
 
+def routed_without_weights(self: Layers, x: Tensor) -> Tensor:
+    """The weights are all 1: what the router chose is in the rows alone."""
+    ids = torch.topk(self.layers["router"](x), K)[1]
+    rows = torch.bmm(x.repeat_interleave(K, 0)[:, None], self.experts[ids.reshape(-1)]).squeeze(1)
+    return x + (rows.view(-1, K, H) * torch.ones_like(ids, dtype=x.dtype)[..., None]).sum(1)
+
+
+def after_a_maximum(self: Layers, x: Tensor) -> Tensor:
+    return routed_without_weights(self, maxima_of_experts(self, x))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("form", [routed_without_weights, after_a_maximum])
+def test_router_of_a_tail_without_weights_is_none(form: Callable[..., Tensor], exporter: str) -> None:
+    """The router of the layer before, which reaches no tail, stays one."""
+    report = report_of(exported(Layers(form, router=nn.Linear(H, E)), torch.randn(T, H), exporter=exporter))
+    routers = [site for site in report.sites if site.form == FORM]
+    assert (report.mapped, len(routers)) == (1, int(form is after_a_maximum)), [site.became for site in report.sites]
+
+
 def test_case21_where_only_some_layers_map_the_command_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

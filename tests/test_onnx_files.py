@@ -236,9 +236,25 @@ def test_files_that_are_not_onnx(tmp_path: Path, content: bytes, words: str) -> 
     assert "bad.onnx" in str(error.value)
 
 
+@pytest.mark.parametrize("place", ["weight", "output"])
+def test_dtype_that_onnx_has_not(tmp_path: Path, place: str) -> None:
+    proto = linear_model()
+    if place == "weight":
+        proto.graph.initializer[0].data_type = 99
+        name = proto.graph.initializer[0].name
+    else:
+        proto.graph.output[0].type.tensor_type.elem_type = 99
+        name = proto.graph.output[0].name
+    (tmp_path / "bad.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(InputError, match=f"the dtype of '{name}' was 99") as error:
+        load_model(tmp_path / "bad.onnx")
+    one_line(error)
+
+
 def test_model_that_is_not_well_formed(tmp_path: Path) -> None:
     proto = linear_model()
-    proto.graph.initializer[0].data_type = 99
+    broken = proto.graph.input.add(name="broken")
+    broken.type.sequence_type.elem_type.tensor_type.elem_type = 99
     (tmp_path / "bad.onnx").write_bytes(proto.SerializeToString())
     with pytest.raises(InputError, match="is not well formed") as error:
         load_model(tmp_path / "bad.onnx")

@@ -29,7 +29,7 @@ from moetrt.segments.growth import Tail, grow
 from moetrt.segments.reading import dim, dims, named, rank
 from moetrt.segments.rms_norm import RmsNorm
 from moetrt.segments.routers import FORM as ROUTER_FORM
-from moetrt.segments.routers import unheard_routers
+from moetrt.segments.routers import is_routed, router_behind, unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
 from moetrt.shapes import fill_in_shapes, name_dimensions
 from moetrt.spec import (
@@ -184,11 +184,15 @@ def check_operator_node(node: ir.Node) -> None:
 
 
 def _routed_operands(model: ir.Model) -> Iterator[ir.Value]:
-    """The weights and maps of the model's plugin nodes."""
+    """The weights and maps of the model's plugin nodes; where no router made these, what their rows' router gives."""
     for node in _all_nodes(model):
         if operator_of(node) is not None:
             inputs = named_inputs(node)
-            yield from (inputs[name] for name in ("expert_weights", "expanded_idx_to_permuted_idx") if name in inputs)
+            routed = [inputs[name] for name in ("expert_weights", "expanded_idx_to_permuted_idx") if name in inputs]
+            yield from routed
+            if not any(map(is_routed, routed)):
+                router = router_behind(inputs["gemm2_permuted"], dim(inputs["expert_weights"], -1))
+                yield from () if router is None else (router,)
 
 
 def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -212,6 +216,12 @@ _Written = tuple[ir.Node, list[str]]
 """A plugin node, and the names of the nodes that it replaced."""
 
 
+def _ends_a_layer(seed: Seed) -> bool:
+    """Whether a residual is added to the seed's sum and the result normalised."""
+    grown = grow(seed)
+    return grown.norm is not None and bool(grown.tail.terms)
+
+
 class _Mapper:
     """Maps tails one after another and keeps what they became; node names stay unique.
 
@@ -231,7 +241,7 @@ class _Mapper:
             self.sites.append(_site(node, [], MAPPED_FORM, True, None))
             return
         seed = seed_at(node)
-        if seed is None:
+        if seed is None or (seed.may_be_pooling and not _ends_a_layer(seed)):
             return
         if seed.problem is not None:
             self.sites.append(self._leave(seed, seed.problem))

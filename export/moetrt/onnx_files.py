@@ -97,6 +97,7 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
                 "for itself alone; a model optimised at its basic level is taken"
             )
     _check_external_fields(proto, source)
+    _check_dtypes(proto, source)
     check_proto(proto, source)
     try:
         with quiet():
@@ -142,6 +143,22 @@ def _name_domain_of(nodes: Iterable[onnx.NodeProto]) -> None:
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
                 _name_domain_of(inner.node)
+
+
+def _check_dtypes(proto: onnx.ModelProto, source: Path) -> None:
+    """Checks that every value's and weight's dtype is one of ONNX's.
+
+    Raises:
+        InputError: one is not.
+    """
+    graph = proto.graph
+    infos = [*graph.input, *graph.output, *graph.value_info]
+    dtypes = [(info.name, info.type.tensor_type.elem_type) for info in infos if info.type.HasField("tensor_type")]
+    for name, dtype in dtypes + [(tensor.name, tensor.data_type) for tensor in graph.initializer]:
+        if dtype not in onnx.TensorProto.DataType.values():
+            raise InputError(
+                f"ONNX model '{source}': the dtype of '{name}' was {dtype}; one that ONNX numbers is taken"
+            )
 
 
 def _check_external_fields(proto: onnx.ModelProto, source: Path) -> None:

@@ -572,7 +572,8 @@ def _model(
         source=source,
         source_file=before["file"] if before else None,
         source_sha256=before["sha256"] if before else None,
-        dtypes=tuple(dict.fromkeys(site.dtype for site in mapping.sites)) if mapping is not None else (),
+        # A router's site has no rows.
+        dtypes=tuple(dict.fromkeys(site.dtype for site in mapping.sites if site.dtype != "?")) if mapping else (),
         graph=report_graph.graph_facts(graph, named.path) if graph is not None else None,
     )
 

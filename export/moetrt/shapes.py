@@ -6,7 +6,7 @@ import onnx_ir as ir
 from moetrt.onnx_files import without_external_data
 from moetrt.onnx_op import attach_functions, remove_functions
 from moetrt.quiet import quiet
-from moetrt.segments.reading import FLOAT_DTYPES, is_op
+from moetrt.segments.reading import FLOAT_DTYPES, dim, is_op, rank
 
 
 def name_dimensions(model: ir.Model) -> dict[ir.Value, ir.Shape]:
@@ -98,6 +98,14 @@ def _lacks_width(node: ir.Node) -> bool:
         # Attention reshapes its heads, of more dimensions, in ways that no tail depends on.
         if source is None or source.shape is None or len(source.shape) not in (2, 3) or _is_unknown(source.shape[-1]):
             return False
+    elif is_op(node, "MatMul"):
+        # A product with one vector a token sums a token's rows.
+        left, right = node.inputs
+        if left is None or right is None or (dim(left, -2) != 1 and dim(right, -1) != 1):
+            return False
+        return any(
+            (rank(value) or 0) >= 3 and any(map(_is_unknown, list(value.shape or ())[1:])) for value in (left, right)
+        )
     elif not is_op(node, "Add", "ReduceSum", "Einsum", "ScatterElements", "ScatterND"):
         return False
     # What is scattered along another axis marks groups of experts.

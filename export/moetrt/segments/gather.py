@@ -103,7 +103,7 @@ def _weights_before(data: ir.Value, order: ir.Value, k_first: bool, found: Found
         return None
     weights = sorted_source(inner.weights[0].value, order)
     rows = before_upcast(unweighted.value)
-    if weights is None or not are_rows(rows, 2):
+    if weights is None or not are_rows(rows, 2, 3) or dim(rows, -1) != dim(data, -1):
         return None
     found.weights.append(strip(PerRoute(weights, k_first), found))
     found.scale *= inner.scale
@@ -158,9 +158,8 @@ def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
             operand = Operand(data, reshape_to=(-1, width) if rank(data) != 2 else None)
             return chosen_experts(total.end, operand, found, combine, tokens_last=rows.k_first)
     top_k = found.top_k
-    routed = is_routed(weights.value)
-    # Rows of [T, K, H] may be anything that is pooled, unless a router chose the weights.
-    if not isinstance(top_k, int) or top_k > MOST_ROUTES or (rank(data) != 2 and not routed):
+    routed = any(is_routed(factor.value) for factor in found.weights)
+    if not isinstance(top_k, int) or top_k > MOST_ROUTES:
         return None
     problem = None
     if found.masks:
@@ -168,7 +167,10 @@ def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     operand = Operand(data, reshape_to=(-1, width) if rank(data) != 2 else None)
     index = route_numbers(weights, top_k) if rows.k_first else None
     form = DENSE_FORM if rows.k_first and rank(data) == 3 else ROUTE_FORM
-    return weighted_seed(form, total.end, operand, found, index, problem)
+    seed = weighted_seed(form, total.end, operand, found, index, problem)
+    # Rows of [T, K, H] may be anything that is pooled, unless a router chose the weights.
+    seed.may_be_pooling = rank(data) != 2 and not routed
+    return seed
 
 
 def chosen_experts(end: ir.Node, rows: Operand, weighted: Found, combine: Combine, *, tokens_last: bool) -> Seed | None:

@@ -12,8 +12,19 @@ from moetrt.segments.bounds import lowest
 from moetrt.segments.combine import Combine, combine_of
 from moetrt.segments.gather import DENSE_FORM, MOST_ROUTES, chosen_experts
 from moetrt.segments.maps import clamped_map, route_numbers
-from moetrt.segments.reading import before_upcast, dim, dims, is_op, named, rank, scalar, sole_reader
-from moetrt.segments.routers import is_routed
+from moetrt.segments.reading import (
+    axes,
+    before_upcast,
+    cast_source,
+    dim,
+    dims,
+    is_op,
+    named,
+    rank,
+    scalar,
+    sole_reader,
+)
+from moetrt.segments.routers import chosen_of, is_routed
 from moetrt.segments.routes import (
     Found,
     NotThis,
@@ -24,6 +35,7 @@ from moetrt.segments.routes import (
     index_of,
     map_operand,
     selected_on,
+    strip,
     summed_axis,
     walk_back,
     weighted_seed,
@@ -61,17 +73,24 @@ def seed_at(node: ir.Node) -> Seed | None:
         leaves = [leaf for leaf in added if scalar(leaf) != 0]
         if not 2 <= len(leaves) <= MOST_ROUTES:
             continue
-        try:
-            terms = [_term(leaf, len(leaves)) for leaf in leaves]
-            weights = _columns([term.found.weights[0] for term in terms if len(term.found.weights) == 1], terms)
-            if weights is None or any(term.found.scale != terms[0].found.scale for term in terms):
-                continue
-            seed = _picked(end, terms, weights) or _of_experts(end, terms, weights)
-        except NotThis:
-            continue
+        seed = _seed_of(end, leaves, as_picked=False) or _seed_of(end, leaves, as_picked=True)
         if seed is not None:
             return seed
     return None
+
+
+def _seed_of(end: ir.Node, leaves: list[ir.Value], *, as_picked: bool) -> Seed | None:
+    """The seed of these terms; ``as_picked``: each with its own rows, whatever picks them."""
+    try:
+        terms = [_term(leaf, len(leaves), as_picked) for leaf in leaves]
+        if any(len(term.found.weights) != 1 or term.found.scale != terms[0].found.scale for term in terms):
+            return None
+        weights = _columns([term.found.weights[0] for term in terms], terms)
+        if weights is None:
+            return _of_compared_experts(end, terms)
+        return _picked(end, terms, weights) or _of_experts(end, terms, weights)
+    except NotThis:
+        return None
 
 
 def _sums(node: ir.Node) -> Iterator[tuple[ir.Node, list[ir.Value]]]:
@@ -163,8 +182,8 @@ def _first(end: ir.Node) -> ir.Node:
         node = inner
 
 
-def _term(leaf: ir.Value, count: int) -> _Term:
-    found = Found(count, by_column=True)
+def _term(leaf: ir.Value, count: int, as_picked: bool) -> _Term:
+    found = Found(count, by_column=True, as_picked=as_picked)
     return _Term(walk_back(leaf, found), found)
 
 
@@ -246,13 +265,95 @@ def _of_experts(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | N
         source, axis, _ = known[0]
         problem = _complaint(end, weights.taken, [column for _, _, column in known])
         return _seed(end, source, source, found, combine, axis == 0, problem)
+    problem = _complaint(end, weights.taken, weights.taken)
+    return _together(end, terms, weights.taken, found, combine, problem)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """``(weights * (ids == expert)).sum(-1)``: the weight that each token gives to an expert, 0 where it chose others.
+
+    Attributes:
+        weights: [T, K].
+        ids: of the chosen experts, [T, K].
+        expert: a number.
+    """
+
+    weights: ir.Value
+    ids: ir.Value
+    expert: int
+
+
+def _chosen(value: ir.Value) -> _Chosen | None:
+    """What ``value``, one number a token, is made from."""
+    value = without_reshapes(value)
+    total = cast_source(value) or value
+    node = total.producer()
+    if node is not None and is_op(node, "ReduceSum"):
+        kept = before_upcast(given(node.inputs[0]))
+        # A sum of 16 bits may be made in float32: one addend is not 0, so nothing is rounded.
+        if axes(node, []) not in ([(rank(kept) or 0) - 1], [-1]) or kept.dtype != value.dtype:
+            return None
+        node = kept.producer()
+    elif total is not value or dim(value, -1) != 1:
+        return None
+    if node is None or rank(node.outputs[0]) not in (2, 3):
+        return None
+    if is_op(node, "Where") and scalar(node.inputs[2]) == 0:
+        compared, weights = given(node.inputs[0]), given(node.inputs[1])
+    elif is_op(node, "Mul"):
+        first, second = (given(operand) for operand in node.inputs)
+        compared, weights = (first, second) if _truth(first) is not None else (second, first)
+        compared = given(_truth(compared))
+    else:
+        return None
+    equal = compared.producer()
+    if equal is None or not is_op(equal, "Equal"):
+        return None
+    for position in (0, 1):
+        ids, expert = given(equal.inputs[position]), scalar(equal.inputs[1 - position])
+        if expert is not None and dims(ids) == dims(weights) == dims(node.outputs[0]):
+            return _Chosen(before_upcast(weights), strip(PerRoute(ids), Found(top_k=-1)).value, int(expert))
+    return None
+
+
+def _truth(value: ir.Value) -> ir.Value | None:
+    """The truth values that a Cast makes numbers of."""
+    source = cast_source(value)
+    return source if source is not None and source.dtype == ir.DataType.BOOL else None
+
+
+def _of_compared_experts(end: ir.Node, terms: list[_Term]) -> Seed | None:
+    """Every expert's rows for every token, each times the weight of the routes whose expert it is."""
+    if any(term.found.masks for term in terms):
+        return None
+    chosen = [_chosen(term.found.weights[0].value) for term in terms]
+    known = [entry for entry in chosen if entry is not None]
+    if len(known) != len(terms) or len({(entry.weights, entry.ids) for entry in known}) != 1:
+        return None
+    weights, ids = known[0].weights, known[0].ids
+    experts = [entry.expert for entry in known]
+    problem = None
+    if sorted(experts) != list(range(len(experts))) or chosen_of(ids) != len(experts):
+        problem = (
+            f"the graph does not show that '{ids.name}' names the {len(experts)} experts whose rows {named(end)} adds, "
+            "each once, and no others"
+        )
+    combine = Combine(PerRoute(ids), Found(dim(ids, -1), weights=[PerRoute(weights)]), masked=False)
+    found = Found(len(terms), scale=terms[0].found.scale)
+    return _together(end, terms, experts, found, combine, problem)
+
+
+def _together(
+    end: ir.Node, terms: list[_Term], places: list[int], found: Found, combine: Combine | None, problem: str | None
+) -> Seed | None:
+    """The seed of the rows that each term has for every token; ``places``: the place of each term's rows."""
     rows = [term.rows.value for term in terms if term.rows.index is None and term.rows.order is None]
     values = [before_upcast(value) for value in rows if value is not None]
     if len(values) != len(terms) or not all(are_rows(value, 2, 3) for value in values):
         return None
-    # The terms may come in any order: the rows are put together in that of the weights' columns.
-    problem = _complaint(end, weights.taken, weights.taken)
-    ordered = [value for _, value in sorted(zip(weights.taken, values, strict=True), key=lambda pair: pair[0])]
+    # The terms may come in any order.
+    ordered = [value for _, value in sorted(zip(places, values, strict=True), key=lambda pair: pair[0])]
 
     def make(write: Write) -> ir.Value:
         width = int(dim(ordered[0], -1) or 0)

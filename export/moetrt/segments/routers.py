@@ -32,6 +32,37 @@ def is_routed(weights: ir.Value) -> bool:
     return False
 
 
+def chosen_of(ids: ir.Value) -> int | None:
+    """How many experts there are, where a TopK along them gave ``ids`` as it is."""
+    node = ids.producer()
+    if node is None or not is_op(node, "TopK") or ids is not node.outputs[1] or node.inputs[0] is None:
+        return None
+    ndim = rank(node.inputs[0])
+    if ndim is None or node.attributes.get_int("axis", -1) not in (-1, ndim - 1):
+        return None
+    count = dim(node.inputs[0], ndim - 1)
+    return count if isinstance(count, int) else None
+
+
+def router_behind(rows: ir.Value, top_k: int | str | None) -> ir.Value | None:
+    """What the nearest router that chooses K experts gives, of those that ``rows`` follow from; None if none does.
+
+    A tail whose weights no router made (they are all 1, or lie in the rows already) has its router there.
+    """
+    seen: set[ir.Node] = set()
+    pending = deque([rows])
+    while pending and len(seen) < _MOST_READERS:
+        node = pending.popleft().producer()
+        if node is None or node in seen:
+            continue
+        chosen = _chosen(node)
+        if chosen is not None:
+            return node.outputs[0] if chosen[0] == top_k else None
+        seen.add(node)
+        pending += [value for value in node.inputs if value is not None]
+    return None
+
+
 def unheard_routers(nodes: Iterable[ir.Node], heard: Iterable[ir.Value]) -> list[tuple[ir.Node, str]]:
     """The TopK nodes that choose a token's experts and reach no tail, and what a user should know of each.
 

@@ -75,6 +75,7 @@ class Found:
     Attributes:
         top_k: K; a symbol or None where it is no number.
         k_first: the layout of the value that the walk stands at.
+        as_picked: whether rows that something picks are taken as it gives them, one a route.
         by_column: whether the walk goes back from one term, which holds one route of each token.
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
         padded: whether columns after the first H were cut off.
@@ -83,6 +84,7 @@ class Found:
 
     top_k: int | str | None = None
     k_first: bool = False
+    as_picked: bool = False
     by_column: bool = False
     casts: list[ir.Value] = field(default_factory=list)
     masks: list[PerRoute] = field(default_factory=list)
@@ -127,7 +129,7 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
         source = node.inputs[0] if node is not None and node.inputs else None
         if node is None or source is None:
             break
-        picked = _picked(node, value, found)
+        picked = None if found.as_picked else _picked(node, value, found)
         if picked is not None:
             if picked.value is None:
                 # Every dtype has the 0 and 1 that a one-hot matrix is made of.
@@ -164,6 +166,8 @@ def _is_view(node: ir.Node, source: ir.Value, value: ir.Value) -> bool:
     """Whether ``value`` has the rows of ``source`` in their order, each once."""
     if is_op(node, *_RESHAPES):
         return {rank(source), rank(value)} <= {2, 3, 4} and _same_width(source, value)
+    if takes_the_only_one(node):
+        return {rank(source), rank(value)} <= {2, 3, 4} and node.attributes.get_int("axis", 0) not in (0, -1)
     if is_op(node, "Slice"):
         # As long as what it is cut from, and in its order.
         steps = input_of(node, 4)
@@ -207,6 +211,9 @@ def _picked(node: ir.Node, value: ir.Value, found: Found) -> Rows | None:
         return Rows(given(node.inputs[0]), found.here(given(node.inputs[1])))
     if is_op(node, "GatherND"):
         index = given(node.inputs[1])
+        if dim(index, -1) not in (1, None):
+            # Numbers on several axes pick one row a route: what they pick is taken as it is.
+            return None
         if node.attributes.get_int("batch_dims", 0) != 0 or dim(index, -1) != 1:
             raise NotThis
         return Rows(given(node.inputs[0]), found.here(index))
@@ -342,8 +349,9 @@ def take_weights(place: PerRoute, found: Found) -> None:
     if source is not None and source.dtype == ir.DataType.BOOL:
         mask = _mask(replace(place, value=source), True, found)
         if mask is None:
-            raise NotThis
-        found.masks.append(mask)
+            found.weights.append(place)
+        else:
+            found.masks.append(mask)
     elif source is not None and before_upcast(place.value) is source:
         take_weights(replace(place, value=source), found)
     elif node is not None and is_op(node, "Where") and (kept := _split_where(node)) is not None:
@@ -354,8 +362,16 @@ def take_weights(place: PerRoute, found: Found) -> None:
             found.masks.append(mask)
             take_weights(replace(place, value=kept), found)
     elif node is not None and is_op(node, "Mul") and any(_is_bool_cast(operand) for operand in node.inputs):
+        factors = replace(found, masks=[], weights=[], counted=[])
         for operand in node.inputs:
-            take_weights(replace(place, value=given(operand)), found)
+            take_weights(replace(place, value=given(operand)), factors)
+        if len(factors.weights) > 1:
+            # Truth values that name no entries of a map are a factor as any other: the product is the weights.
+            found.weights.append(place)
+        else:
+            found.weights += factors.weights
+            found.masks += factors.masks
+            found.counted += factors.counted
     else:
         found.weights.append(place)
 
@@ -367,9 +383,17 @@ def _is_bool_cast(value: ir.Value | None) -> bool:
     return node is not None and is_op(node, "Cast") and given(node.inputs[0]).dtype == ir.DataType.BOOL
 
 
+def takes_the_only_one(node: ir.Node) -> bool:
+    """Whether ``node`` takes index 0 of an axis of size 1, which then is gone: ``value[:, 0]`` for a Squeeze."""
+    source, index = input_of(node, 0), constant(input_of(node, 1))
+    if not is_op(node, "Gather") or source is None or index is None or index.shape.rank() != 0:
+        return False
+    return dim(source, node.attributes.get_int("axis", 0)) == 1 and scalar(node.inputs[1]) in (0, -1)
+
+
 def without_reshapes(value: ir.Value) -> ir.Value:
     """``value`` before it was given further dimensions of 1, or flattened."""
-    while (node := value.producer()) is not None and is_op(node, *_RESHAPES):
+    while (node := value.producer()) is not None and (is_op(node, *_RESHAPES) or takes_the_only_one(node)):
         value = given(node.inputs[0])
     return value
 
@@ -382,7 +406,8 @@ def strip(place: PerRoute, found: Found) -> PerRoute:
         source = node.inputs[0] if node is not None and node.inputs else None
         if node is None or source is None:
             return place
-        if is_op(node, *_RESHAPES) or (is_op(node, "Cast") and _keeps_numbers(source, value)):
+        reshaped = is_op(node, *_RESHAPES) or takes_the_only_one(node)
+        if reshaped or (is_op(node, "Cast") and _keeps_numbers(source, value)):
             place = replace(place, value=source)
         elif is_op(node, "Transpose") and rank(source) == 2 and permutation_of(node) in ([1, 0], None):
             if dim(source, 1 if place.k_first else 0) != found.top_k:
@@ -692,7 +717,7 @@ def weighted_seed(
     problem: str | None = None,
 ) -> Seed:
     """The seed of these rows, what multiplies them, and their map; ``index`` None: they lie in the routes' order."""
-    data = rows if isinstance(rows, Operand) else Operand(before_upcast(rows))
+    data = rows if isinstance(rows, Operand) else _flat(before_upcast(rows))
     operands: dict[str, Operand] = {"gemm2_permuted": data}
     rounded = next((value for value in found.casts if not keeps(value.dtype, data.value.dtype)), None)
     if rounded is not None:
@@ -704,13 +729,16 @@ def weighted_seed(
         names = ", ".join(f"'{weight.value.name}'" for weight in found.weights)
         problem = problem or f"the rows are multiplied by more than one factor ({names}): multiply these first"
     if found.weights:
-        weights = found.weights[0]
-        operands["expert_weights"], complaint = per_route_operand(weights, found.top_k)
-        problem = problem or complaint
-        if weights.value.dtype not in (data.value.dtype, ir.DataType.FLOAT):
-            problem = problem or (
-                f"the weights '{weights.value.name}' are {weights.value.dtype}; the rows are {data.value.dtype}"
-            )
+        factors = []
+        for weights in found.weights:
+            factor, complaint = per_route_operand(weights, found.top_k)
+            factors.append(factor)
+            problem = problem or complaint
+            if weights.value.dtype not in (data.value.dtype, ir.DataType.FLOAT):
+                problem = problem or (
+                    f"the weights '{weights.value.name}' are {weights.value.dtype}; the rows are {data.value.dtype}"
+                )
+        operands["expert_weights"] = factors[0] if len(factors) == 1 else _product(factors)
     elif index is not None:
         # Not read where the attribute is 0, but it gives T and K.
         operands["expert_weights"] = replace(index, cast_to=ir.DataType.FLOAT)
@@ -801,9 +829,18 @@ def squeezed(value: ir.Value, axis: int) -> ir.Node | None:
     if node is None or node.inputs[0] is not value:
         return None
     before, after = dims(value), dims(node.outputs[0])
+    if takes_the_only_one(node):
+        return node if node.attributes.get_int("axis", 0) in (axis, axis - len(before or [])) else None
     if is_op(node, "Squeeze"):
         taken = axes(node, [])
         return node if taken is not None and [a % len(before or [0]) for a in taken] == [axis] else None
     if not is_op(node, "Reshape") or before is None or after is None or len(after) != len(before) - 1:
         return None
     return node if before[axis] == 1 and after[-1] == [*before[:axis], *before[axis + 1 :]][-1] else None
+
+
+def _keeps_floats(node: ir.Node, value: ir.Value) -> bool:
+    """Whether ``node`` gives ``value`` another dtype, or slices all of it."""
+    if is_op(node, "Slice"):
+        return node.inputs[0] is value and _is_view(node, value, node.outputs[0])
+    return is_op(node, "Cast") and node.outputs[0].dtype in FLOAT_DTYPES

@@ -63,7 +63,7 @@ def _seed(node: ir.Node) -> Seed | None:
     found = Found()
     rows = walk_back(added.rows, found)
     data = before_upcast(rows.value) if rows.value is not None else None
-    if data is None or not are_rows(data, 2) or dim(data, -1) != dim(node.outputs[0], -1):
+    if data is None or not are_rows(data, 2, 3) or dim(data, -1) != dim(node.outputs[0], -1):
         return None
     if not found.weights or not isinstance(dim(data, -1), int):
         return None
@@ -127,7 +127,6 @@ def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: 
     order = permutation_behind(added.token)
     top_k = tokens_of_routes(added.token, order, dim(added.into, 0))
     problem: str | None = None
-    weights = found.weights[0]
     if top_k is None:
         problem = (
             f"the graph does not show that '{added.token.name}', the token of each row, names each token K times in "
@@ -136,12 +135,12 @@ def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: 
     elif rows.index is not None or rows.order is not None or found.masks:
         problem = f"the rows that {named(node)} adds are picked or masked before: gather them by a map instead"
     elif order is not None:
-        source = sorted_source(weights.value, order)
-        if source is None:
-            problem = f"the weights '{weights.value.name}' are not sorted as the rows are, by '{order.name}'"
-        else:
-            weights = strip(PerRoute(source), found)
-    found.weights[:1] = [weights]
+        for number, weights in enumerate(found.weights):
+            source = sorted_source(weights.value, order)
+            if source is None:
+                problem = f"the weights '{weights.value.name}' are not sorted as the rows are, by '{order.name}'"
+            else:
+                found.weights[number] = strip(PerRoute(source), found)
     found.top_k = top_k
     index = inverse_map(order, top_k) if order is not None and top_k is not None else None
     end = _with_zeros(node)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import dim, is_op, rank
+from moetrt.segments.reading import before_upcast, dim, is_op, rank
 from moetrt.segments.routes import Found, PerRoute, given, permutation_of, squeezed, summed_axis, take_weights
 
 
@@ -47,6 +47,8 @@ def _reduced(node: ir.Node) -> Sum | None:
     if summed is None:
         return None
     axis, end = summed
+    if axis == ndim - 1:
+        return _columns_summed(routes, end)
     k_first = axis == 0 and ndim == 3
     if axis != ndim - 2 and not k_first:
         return None
@@ -54,6 +56,37 @@ def _reduced(node: ir.Node) -> Sum | None:
         # Tokens are summed: the number of a token's experts is known.
         return None
     return Sum(routes, end, Found(dim(routes, axis), k_first=k_first))
+
+
+def _columns_summed(product: ir.Value, end: ir.Node) -> Sum | None:
+    """``(rows.transpose(1, 2) * weights[:, None]).sum(-1)``: k lies after H."""
+    node = before_upcast(product).producer()
+    if node is None or not is_op(node, "Mul"):
+        return None
+    for position in (0, 1):
+        routes, weights = _rows_behind(given(node.inputs[position])), given(node.inputs[1 - position])
+        if routes is not None and rank(weights) == rank(routes) and dim(weights, -2) == 1:
+            top_k = _first_number(dim(routes, -2), dim(weights, -1))
+            found = Found(top_k)
+            if top_k is None or dim(weights, -1) not in (top_k, dim(routes, -2)):
+                return None
+            take_weights(found.here(weights), found)
+            return Sum(routes, end, found)
+    return None
+
+
+def _rows_behind(value: ir.Value) -> ir.Value | None:
+    """The rows [..., K, H] that a Transpose makes ``value``, [..., H, K], from."""
+    node, ndim = value.producer(), rank(value)
+    if node is None or ndim is None or not is_op(node, "Transpose"):
+        return None
+    return node.inputs[0] if permutation_of(node) == [*range(ndim - 2), ndim - 1, ndim - 2] else None
+
+
+def _first_number(*sizes: int | str | None) -> int | str | None:
+    """What is known best of dimensions that are the same."""
+    known = [size for size in sizes if size is not None]
+    return next((size for size in known if isinstance(size, int)), known[0] if known else None)
 
 
 def _einsum(node: ir.Node) -> Sum | None:
@@ -87,16 +120,15 @@ def _matmul(node: ir.Node) -> Sum | None:
     if dim(left, -2) == 1:
         weights, routes, axis = left, right, ndim - 2
     elif dim(right, -1) == 1:
-        producer = left.producer()
-        order = [*range(ndim - 2), ndim - 1, ndim - 2]
-        if producer is None or not is_op(producer, "Transpose") or permutation_of(producer) != order:
+        behind = _rows_behind(left)
+        if behind is None:
             return None
-        weights, routes, axis = right, given(producer.inputs[0]), ndim - 1
+        weights, routes, axis = right, behind, ndim - 1
     else:
         return None
     end = squeezed(node.outputs[0], axis)
     if end is None:
         return None
-    found = Found(dim(routes, -2))
+    found = Found(_first_number(dim(routes, -2), dim(weights, -1 if weights is left else -2)))
     take_weights(found.here(weights), found)
     return Sum(routes, end, found)

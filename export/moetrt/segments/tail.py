@@ -74,6 +74,7 @@ class Seed:
         terms: what the seed had added already.
         apply_expert_weights: the operator's attribute.
         problem: why it cannot be mapped, although it looks like a MoE tail.
+        may_be_pooling: whether only a residual and a norm after it would show that it is a MoE tail.
     """
 
     form: str
@@ -84,6 +85,7 @@ class Seed:
     terms: list[Term] = field(default_factory=list)
     apply_expert_weights: int = 1
     problem: str | None = None
+    may_be_pooling: bool = False
 
     @property
     def data(self) -> ir.DataType | None:
