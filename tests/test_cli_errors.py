@@ -422,9 +422,18 @@ def moetrt(*words: object, folder: Path, closed: str = "", **environment: str) -
     )
 
 
-def test_stdout_that_is_closed_is_no_fault(plain_onnx: Path) -> None:
-    done = moetrt("inspect", plain_onnx, folder=plain_onnx.parent, closed=">&-")
+def test_stdout_that_is_closed_is_no_fault_where_a_file_is_written(mapped_block: Path, tmp_path: Path) -> None:
+    done = moetrt("map", mapped_block, "-o", tmp_path / "out.onnx", folder=tmp_path, closed=">&-")
     assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out.onnx").is_file()
+
+
+@pytest.mark.parametrize("words", [["inspect", "plain.onnx"], ["inspect", "plain.onnx", "--json"], ["doctor"]])
+def test_what_only_prints_says_that_stdout_is_closed(plain_onnx: Path, words: list[str]) -> None:
+    done = moetrt(*words, folder=plain_onnx.parent, closed=">&-")
+    assert done.returncode == 2
+    assert done.stderr.startswith("moetrt: error: the output cannot be written: stdout is closed, and ")
+    assert moetrt("inspect", "plain.onnx", "-q", folder=plain_onnx.parent, closed=">&-").returncode == 0
 
 
 @pytest.mark.parametrize("words", [["inspect", "plain.onnx"], ["inspect", "plain.onnx", "--json"], ["--help"]])

@@ -1,7 +1,8 @@
 """The command ``moetrt``: each subcommand calls one function of the package and prints what it returned.
 
 Exit codes: 0 done; 1 done, but short of what was asked (tails not mapped, parity not reached, plugin layers missing);
-2 the input was not taken, or the system refused (a full disk); 3 a fault of moetrt itself; 130 interrupted.
+2 the input was not taken, or the system refused (a full disk); 3 a fault of moetrt itself; 130 interrupted; 141 who
+reads the output left (`| head`), as other tools end then.
 """
 
 import functools
@@ -29,6 +30,13 @@ _SPREAD_OPTIONS = ("--min", "--opt", "--max", "--shapes", "--dynamic", "--point"
 # Of these, the words that follow belong to the one before: each time the option is given is another value.
 _JOINED_OPTIONS = ("--point",)
 _SPREAD_WORD = re.compile(r"[^-].*:\d")
+
+
+_PIPE_CLOSED = 141
+"""What the shell says of a tool that SIGPIPE ended, 128 + 13; 1 would say that the run fell short."""
+
+_PRINT_ALONE = ("inspect", "doctor")
+"""Commands whose only product is what they print."""
 
 
 class Shortfall(MoetrtError):
@@ -68,6 +76,8 @@ def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
         def run(*, quiet: bool, verbose: bool, **options: Any) -> None:
             from moetrt.console import Output
 
+            if sys.stdout is None and name in _PRINT_ALONE and not quiet:
+                raise InputError(f"the output cannot be written: stdout is closed, and {name} does nothing but print")
             if verbose:
                 click.get_current_context().find_root().meta["verbose"] = True
             function(Output(quiet=quiet), **options)
@@ -122,7 +132,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader of a pipe left (`| head`): nothing more can be said, and the interpreter must not try.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _PIPE_CLOSED
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
             return _complain(f"{error.name} is not installed; pip install 'moetrt[{_EXTRAS[error.name]}]'", 2)
@@ -138,7 +148,9 @@ def run(arguments: Sequence[str]) -> int:
 def _complain(message: str, code: int) -> int:
     # Where stderr cannot be written, the exit code still says it.
     with suppress(OSError):
-        click.echo(f"moetrt: error: {' '.join(message.split())}", err=True)
+        from moetrt.console import visible
+
+        click.echo(f"moetrt: error: {visible(' '.join(message.split()))}", err=True)
     return code
 
 
