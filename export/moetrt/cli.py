@@ -225,6 +225,7 @@ def map_command(
     """Map every MoE tail of MODEL, any ONNX file, to one plugin node."""
     from moetrt.mapping import map_file
 
+    onto_itself = os.path.exists(output) and os.path.exists(model) and os.path.samefile(model, output)
     with out.step("map") as step:
         result = map_file(model, output, function=not no_function, report_path=report, progress=step.progress)
         step.result = f"{output}: {result.summary()}"
@@ -233,6 +234,11 @@ def map_command(
         out.table(("tail", "became"), [(site.name, site.became) for site in result.sites])
     for note in result.notes:
         out.line(f"note: {note}")
+    if onto_itself:
+        out.line(
+            "note: the file was mapped onto itself: the graph before mapping is gone, which moetrt compare holds the "
+            "tails against; it exports the model anew where something differs, and --unmapped names a copy"
+        )
     if not result.complete and not allow_unmatched:
         if not result.found and not result.expected:
             raise Shortfall(f"'{model}' has no MoE tail; '{output}' is a copy")
@@ -392,7 +398,7 @@ def compare_command(
             source,
             seed=seed,
             sizes=sizes,
-            inputs=feed if load_inputs else None,
+            inputs=load_inputs,
             unmapped_path=unmapped,
             experts_implementation=experts_implementation,
             engine_path=engine,
