@@ -87,14 +87,15 @@ def test_quiet_prints_nothing(mapped_block: Path, tmp_path: Path, said) -> None:
     mapped_block.with_name("again.onnx").unlink()
 
 
-def test_what_is_piped_is_plain_text_in_80_columns(mapped_block: Path) -> None:
+def test_what_is_piped_is_plain_text_and_a_row_is_a_line(mapped_block: Path) -> None:
     command = [sys.executable, "-m", "moetrt", "map", str(mapped_block), "-o", "again.onnx"]
     done = subprocess.run(command, cwd=mapped_block.parent, capture_output=True, text=True, check=True)
     mapped_block.with_name("again.onnx").unlink()
     assert done.stderr == ""
     assert "\x1b" not in done.stdout
     assert "\r" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    # The step, the table's head and its one row.
+    assert len(done.stdout.splitlines()) == 3
 
 
 def test_a_reader_that_leaves_a_pipe_is_no_error(mapped_block: Path) -> None:
@@ -102,3 +103,11 @@ def test_a_reader_that_leaves_a_pipe_is_no_error(mapped_block: Path) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert "mapped.onnx" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_a_pipe_that_is_closed_ends_a_command_as_it_does_other_tools(mapped_block: Path, option: str) -> None:
+    """With 128 + SIGPIPE: 1 would say that the run fell short."""
+    command = f"'{sys.executable}' -m moetrt inspect '{mapped_block}' {option} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")

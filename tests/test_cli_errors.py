@@ -387,6 +387,35 @@ def test_compare_overwrites_no_file_that_it_reads(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tool", "foo"], "tool was 'foo'; auto, trtexec-10, trtexec-11, tensorrt-rtx, python are taken"),
+        (["--point", "x:0x64"], "point gives input 'x' the shape 0x64, of no element: there is nothing to time"),
+        (["--min", "x:0x64", "--opt", "x:4x64", "--point", "x:0x64"], "of no element"),
+        (["--load-inputs", "{}"], "inputs '{}' have 'x' as torch.float16; the model takes torch.float32"),
+    ],
+)
+def test_bench_options_that_are_not_taken(
+    refused: Refused, mapped_block: Path, tmp_path: Path, words: list[str], says: str
+) -> None:
+    saved = save_inputs({"x": torch.ones(3, 64).half(), "residual": torch.ones(3, 64)}, tmp_path / "inputs.json")
+    common = ["bench", mapped_block, "-o", tmp_path / "out", "--dry-run"]
+    if "--tool" not in words:
+        common += ["--tool", "trtexec-11"]
+    assert says.format(saved) in refused(*common, *(word.format(saved) for word in words))
+
+
+def test_a_file_mapped_onto_itself_says_what_is_lost(
+    mapped_block: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.onnx", "b.onnx"):
+        onnx_files.save_model(onnx_files.load_model(mapped_block), tmp_path / "a.onnx")
+        capsys.readouterr()
+        assert cli.run(["map", str(tmp_path / "a.onnx"), "-o", str(tmp_path / name)]) == 0
+        assert ("the graph before mapping is gone" in capsys.readouterr().out) == (name == "a.onnx")
+
+
 def test_bench_and_families_overwrite_no_file_of_their_own(
     refused: Refused, mapped_block: Path, tmp_path: Path
 ) -> None:
@@ -422,9 +451,18 @@ def moetrt(*words: object, folder: Path, closed: str = "", **environment: str) -
     )
 
 
-def test_stdout_that_is_closed_is_no_fault(plain_onnx: Path) -> None:
-    done = moetrt("inspect", plain_onnx, folder=plain_onnx.parent, closed=">&-")
+def test_stdout_that_is_closed_is_no_fault_where_a_file_is_written(mapped_block: Path, tmp_path: Path) -> None:
+    done = moetrt("map", mapped_block, "-o", tmp_path / "out.onnx", folder=tmp_path, closed=">&-")
     assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out.onnx").is_file()
+
+
+@pytest.mark.parametrize("words", [["inspect", "plain.onnx"], ["inspect", "plain.onnx", "--json"], ["doctor"]])
+def test_what_only_prints_says_that_stdout_is_closed(plain_onnx: Path, words: list[str]) -> None:
+    done = moetrt(*words, folder=plain_onnx.parent, closed=">&-")
+    assert done.returncode == 2
+    assert done.stderr.startswith("moetrt: error: the output cannot be written: stdout is closed, and ")
+    assert moetrt("inspect", "plain.onnx", "-q", folder=plain_onnx.parent, closed=">&-").returncode == 0
 
 
 @pytest.mark.parametrize("words", [["inspect", "plain.onnx"], ["inspect", "plain.onnx", "--json"], ["--help"]])

@@ -1,11 +1,12 @@
 """What a run prints where somebody watches, and where nobody does."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from moetrt.console import Output
+from moetrt.console import Output, visible
 
 
 def output_to(terminal: bool) -> tuple[Output, io.StringIO]:
@@ -74,11 +75,33 @@ def test_a_step_that_raised_leaves_the_word_to_the_error() -> None:
     assert stream.getvalue() == ""
 
 
+def test_a_row_in_a_pipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().table(("tail", "became"), [("layer/" * 40, "MoEFinalizeAddRMSNorm")])
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["tail", "became"]
+    assert row.split() == ["layer/" * 40, "MoEFinalizeAddRMSNorm"]
+
+
+def test_what_would_not_be_seen_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Output()
+    name = "a\u202eb\x1b[31mc\x07\u200bd"
+    shown = r"a\u202eb\x1b[31mc\x07\u200bd"
+    out.line(name)
+    out.heading(name)
+    out.table(("tail",), [(name,)])
+    with out.step("map") as step:
+        step.result = name
+        step.details.append(name)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if shown in line] == [line for line in lines if line.strip() != "tail"]
+    assert visible("größer\tfünf\n") == "größer\tfünf\n"
+
+
 def test_paths_are_not_broken_and_tables_fold() -> None:
-    out, stream = output_to(terminal=False)
+    out, stream = output_to(terminal=True)
     out.line("/" + "long/" * 40)
     out.table(("tail", "became"), [("layer/" * 20, "MoEFinalizeAddRMSNorm")])
-    path, *table = stream.getvalue().splitlines()
+    path, *table = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
     assert path == "/" + "long/" * 40
     assert max(map(len, table)) <= 80
     assert "".join(line.split("  ")[0].strip() for line in table[1:]) == "layer/" * 20

@@ -190,10 +190,10 @@ def test_loaded_inputs_of_another_model_are_refused(
     mapped_block: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for feed, part in (
-        ({"y": torch.ones(2)}, "has the inputs x, residual; a MoE block has y"),
-        ({"x": torch.ones(3, 64).half(), "residual": torch.ones(3, 64)}, "input 'x' of"),
-        ({"x": torch.ones(3, 65), "residual": torch.ones(3, 64)}, "input 'x' of"),
+        ({"y": torch.ones(2)}, "has the inputs x, residual; inputs file '{}' has y"),
+        ({"x": torch.ones(3, 64).half(), "residual": torch.ones(3, 64)}, "is float, of inputs file '{}' float16"),
+        ({"x": torch.ones(3, 65), "residual": torch.ones(3, 64)}, "is ?x64, of inputs file '{}' 3x65"),
     ):
         path = save_inputs(feed, tmp_path / "inputs.json")
         assert cli.run(["compare", str(mapped_block), "--against", BLOCK, "--load-inputs", str(path)]) == 2
-        assert part in capsys.readouterr().err
+        assert part.format(path) in capsys.readouterr().err

@@ -494,6 +494,63 @@ def test_compare_makes_the_page_of_a_folder(folder: Path, capsys: pytest.Capture
     assert [verdict.state for verdict in make_report(folder).verdicts] == [GOOD, GOOD, MISSING, MISSING]
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("mapping.json", lambda content: content.update(found="three"), "found was 'three'; int is taken"),
+        ("mapping.json", lambda content: content.update(complete=1), "complete was 1; bool is taken"),
+        ("mapping.json", lambda content: content["sites"][0].update(form=None), "form was None; str is taken"),
+        ("parity.json", lambda content: content.update(passed="yes"), "passed was 'yes'; bool is taken"),
+        ("parity.json", lambda content: content["outputs"][0].update(rms="0"), "rms was '0'; float | None is taken"),
+        ("parity.json", lambda content: content["outputs"][0].update(nan=True), "nan was True; int is taken"),
+        ("parity.json", lambda content: content.update(notes=[3]), "notes was (3,); tuple[str, ...] is taken"),
+        ("bench.json", lambda content: content.update(repeats="3"), "repeats was '3'; int is taken"),
+        ("plugin.engine.json", lambda content: content.update(layer_count=[]), "layers was []; int is taken"),
+    ],
+)
+def test_a_value_of_another_type_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, change: Change, says: str
+) -> None:
+    changed(folder / name, change)
+    line = refusal(folder, capsys)
+    assert f"'{folder / name}' is no whole moetrt." in line
+    assert f"({says}); write it again with moetrt " in line
+
+
+def test_names_are_shown_as_they_are_spelled_and_stay_short(folder: Path) -> None:
+    """A name may turn the direction of writing, hold a terminal's sequences, or be longer than a window."""
+    odd, long = "a\u202eb\x1b[31mc", "tail" * 200
+
+    def rename(content: dict[str, Any]) -> None:
+        content["outputs"][0]["name"] = odd
+        content["tails"][0]["name"] = long
+        content["notes"] = [odd]
+
+    changed(folder / "parity.json", rename)
+    assert cli.run(["report", str(folder)]) == 0
+    html, markdown = ((folder / f"report.{suffix}").read_text() for suffix in ("html", "md"))
+    for text in (html, markdown):
+        assert not {char for char in text if char in "\u202e\x1b"}
+    assert r"a\u202eb\x1b[31mc" in html
+    assert f'title="{long}">{long[:19]}…{long[-20:]}</span>' in html
+
+
+def test_an_undecided_comparison_is_told_from_one_that_differs(folder: Path) -> None:
+    def undecided(content: dict[str, Any]) -> None:
+        content.update(passed=False, undecided=True, cause="every output is NaN in PyTorch too")
+        for output in content["outputs"]:
+            output.update(passed=False, undecided=True)
+
+    changed(folder / "parity.json", undecided)
+    assert cli.run(["report", str(folder)]) == 0
+    for suffix in ("html", "md"):
+        text = (folder / f"report.{suffix}").read_text()
+        assert "nothing could be compared: not finite in PyTorch" in text
+        assert "Undecided" in text
+        assert "Out of tolerance" not in text
+        assert "differs" not in text.partition("Benchmarks</h2>")[0].partition("Parity</h2>")[2]
+
+
 def test_what_keeps_bench_from_its_page_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The figures are there and printed; a page that cannot be made is a line more, not a failure."""
     (folder / "parity.json").write_text("")

@@ -16,7 +16,18 @@ from pathlib import Path
 from moetrt import trtexec
 from moetrt.backends import TENSORRT, TENSORRT_RTX, gpus, installed
 from moetrt.bench_model import Shapes, copy_library, make_plan, read_feeds, write_inputs
-from moetrt.bench_plan import MANIFEST, NATIVE, PLUGIN, PYTHON, SCRIPT, Plan, manifest_text, read_manifest, script_text
+from moetrt.bench_plan import (
+    MANIFEST,
+    NATIVE,
+    PLUGIN,
+    PYTHON,
+    SCRIPT,
+    TOOLS,
+    Plan,
+    manifest_text,
+    read_manifest,
+    script_text,
+)
 from moetrt.bench_result import BenchResult, Compared, Range, read_result
 from moetrt.console import Output
 from moetrt.errors import InputError
@@ -62,8 +73,11 @@ def choose_tool(tool: str) -> Choice:
             TensorRT's Python module; without a GPU, or with none of them, a script for trtexec.
 
     Raises:
-        InputError: the executable that is here is of another TensorRT than was asked for, or of one that is not taken.
+        InputError: there is no such tool, or the executable that is here is of another TensorRT than was asked for, or
+            of one that is not taken.
     """
+    if tool not in ("auto", *TOOLS):
+        raise InputError(f"tool was '{tool}'; auto, {', '.join(TOOLS)} are taken")
     gpu = bool(gpus())
     here = "" if gpu else "; no GPU is to be seen here"
     if tool == "auto":
@@ -78,7 +92,12 @@ def choose_tool(tool: str) -> Choice:
             return Choice("tensorrt-rtx", rtx_path, gpu, f"{rtx_path}{here}")
         if gpu and (installed(TENSORRT) or installed(TENSORRT_RTX)):
             return Choice(PYTHON, None, True, "TensorRT's Python module; trtexec is not here")
-        return Choice("trtexec-11", None, False, f"trtexec is not here{here}; written for TensorRT 11 (--tool)")
+        return Choice(
+            "trtexec-11",
+            None,
+            False,
+            f"trtexec is not here{here}; the commands are those of TensorRT 11's trtexec, --tool names another",
+        )
     if tool == PYTHON:
         if not gpu:
             raise InputError("tool python runs on a GPU and none is to be seen; trtexec-10 and others write a script")
@@ -154,6 +173,7 @@ def prepare(
         maximum=maximum,
         points=points,
         feeds=feeds,
+        inputs_name=f"inputs '{inputs_path}'",
         repeats=repeats,
         seconds=seconds,
     )

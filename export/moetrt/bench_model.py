@@ -48,6 +48,7 @@ def make_plan(
     maximum: Shapes | None = None,
     points: Sequence[Shapes] = (),
     feeds: Sequence[Mapping[str, torch.Tensor]] = (),
+    inputs_name: str = "the saved inputs",
     repeats: int = 5,
     seconds: float | None = None,
 ) -> tuple[Plan, list[str]]:
@@ -63,6 +64,7 @@ def make_plan(
         points: sizes to measure at, by input. An input that a point leaves out takes its named dimensions from the
             others, and the optimum for the rest. No point: the optimum.
         feeds: inputs to measure with, each a point by its shapes, in place of ``points``.
+        inputs_name: what to call ``feeds`` in messages.
         repeats: how often each way is run at each point.
         seconds: measure each run for at least this long; None is the tool's default.
 
@@ -96,12 +98,13 @@ def make_plan(
     inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
     given: list[dict[str, Shape]] = [{name: tuple(tensor.shape) for name, tensor in feed.items()} for feed in feeds]
     given = given or [_told(inputs, point) for point in points]
-    notes = _check_feeds(inputs, nodes, feeds)
+    notes = _check_feeds(inputs, nodes, feeds, inputs_name)
     bounds = (minimum, optimum, maximum) if minimum or optimum or maximum else _bounds(given)
     profile = make_profile(model, *bounds)
     planned = []
     for index, point in enumerate(given or [{name: best for name, (_, best, _) in profile.items()}]):
         shapes_of = _complete(inputs, point, profile)
+        _check_not_empty(shapes_of)
         _check_inside(shapes_of, profile)
         files = (
             {name: f"{FILES}/{index + 1}/input.{place}.bin" for place, name in enumerate(feeds[index])} if feeds else {}
@@ -176,20 +179,23 @@ def copy_library(plan: Plan, folder: Path, plugin_library: str | os.PathLike[str
 
 
 def _check_feeds(
-    inputs: Mapping[str, ir.Value], nodes: Sequence[ir.Node], feeds: Sequence[Mapping[str, torch.Tensor]]
+    inputs: Mapping[str, ir.Value],
+    nodes: Sequence[ir.Node],
+    feeds: Sequence[Mapping[str, torch.Tensor]],
+    inputs_name: str,
 ) -> list[str]:
     """Checks the inputs that are fed, and says what the tool's random numbers mean for the others."""
     for feed in feeds:
         for name, tensor in feed.items():
             if name not in inputs:
-                raise InputError(f"input '{name}' of the saved inputs: the model's inputs are {', '.join(inputs)}")
+                raise InputError(f"{inputs_name} have '{name}'; the model's inputs are {', '.join(inputs)}")
             dtype = inputs[name].dtype
             wanted = _TORCH_DTYPES.get(dtype) if dtype is not None else None
             if wanted is not None and tensor.dtype != wanted:
-                raise InputError(f"input '{name}' was saved as {tensor.dtype}; the model takes {wanted}")
+                raise InputError(f"{inputs_name} have '{name}' as {tensor.dtype}; the model takes {wanted}")
         missing = [name for name in inputs if name not in feed]
         if missing:
-            raise InputError(f"the saved inputs have no '{missing[0]}'; each feed needs {', '.join(inputs)}")
+            raise InputError(f"{inputs_name} have no '{missing[0]}'; each feed needs {', '.join(inputs)}")
     if feeds:
         return []
     for node in nodes:
@@ -199,11 +205,34 @@ def _check_feeds(
                 f"input '{routes.name}' is the map of tail '{node.name}', and random numbers are no map: rows that it "
                 "does not name are not read; give saved inputs (--load-inputs)"
             )
-    return [
-        f"input '{name}' gets random whole numbers, -128 to 127 from trtexec; --load-inputs gives it others"
-        for name, value in inputs.items()
-        if value.dtype in _WHOLE_NUMBERS
-    ]
+    notes = []
+    for name, value in inputs.items():
+        if value.dtype not in _WHOLE_NUMBERS:
+            continue
+        rows = _table_rows(value)
+        if rows is None:
+            meaning = "; --load-inputs gives it others"
+        else:
+            meaning = (
+                f", which are not valid token ids: it looks rows up in a table of {rows}, 0 to {rows - 1}; use "
+                "--load-inputs (moetrt compare --save-inputs writes such a file)"
+            )
+        notes.append(f"input '{name}' gets random whole numbers, -128 to 127 from trtexec{meaning}")
+    return notes
+
+
+def _table_rows(value: ir.Value) -> int | None:
+    """The rows of the table that an input's numbers are looked up in, as token ids are; None where there is none."""
+    for use in value.uses():
+        node = use.node
+        if node.op_type == "Gather" and use.idx == 1 and node.inputs[0] is not None:
+            table = node.inputs[0]
+            axis = node.attributes.get_int("axis", 0)
+            if table.is_initializer() and table.shape is not None and isinstance(table.shape[axis], int):
+                return int(table.shape[axis])  # type: ignore[arg-type]
+        elif node.op_type in ("Cast", "Identity") and (rows := _table_rows(node.outputs[0])) is not None:
+            return rows
+    return None
 
 
 def _shape(value: ir.Value) -> list[int | ir.SymbolicDim]:
@@ -270,6 +299,15 @@ def _complete(inputs: Mapping[str, ir.Value], point: Shapes, profile: Mapping[st
                 f"fixed sizes it is {_dims(complete[name])}"
             )
     return complete
+
+
+def _check_not_empty(shapes: Shapes) -> None:
+    for name, shape in shapes.items():
+        if 0 in shape:
+            raise InputError(
+                f"point gives input '{name}' the shape {_dims(shape)}, of no element: there is nothing to time; sizes "
+                "of 1 or more are taken"
+            )
 
 
 def _check_inside(shapes: Shapes, profile: Mapping[str, Profile]) -> None:

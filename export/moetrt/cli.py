@@ -1,7 +1,8 @@
 """The command ``moetrt``: each subcommand calls one function of the package and prints what it returned.
 
 Exit codes: 0 done; 1 done, but short of what was asked (tails not mapped, parity not reached, plugin layers missing);
-2 the input was not taken, or the system refused (a full disk); 3 a fault of moetrt itself; 130 interrupted.
+2 the input was not taken, or the system refused (a full disk); 3 a fault of moetrt itself; 130 interrupted; 141 who
+reads the output left (`| head`), as other tools end then.
 """
 
 import functools
@@ -29,6 +30,13 @@ _SPREAD_OPTIONS = ("--min", "--opt", "--max", "--shapes", "--dynamic", "--point"
 # Of these, the words that follow belong to the one before: each time the option is given is another value.
 _JOINED_OPTIONS = ("--point",)
 _SPREAD_WORD = re.compile(r"[^-].*:\d")
+
+
+_PIPE_CLOSED = 141
+"""What the shell says of a tool that SIGPIPE ended, 128 + 13; 1 would say that the run fell short."""
+
+_PRINT_ALONE = ("inspect", "doctor")
+"""Commands whose only product is what they print."""
 
 
 class Shortfall(MoetrtError):
@@ -68,6 +76,8 @@ def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
         def run(*, quiet: bool, verbose: bool, **options: Any) -> None:
             from moetrt.console import Output
 
+            if sys.stdout is None and name in _PRINT_ALONE and not quiet:
+                raise InputError(f"the output cannot be written: stdout is closed, and {name} does nothing but print")
             if verbose:
                 click.get_current_context().find_root().meta["verbose"] = True
             function(Output(quiet=quiet), **options)
@@ -122,7 +132,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader of a pipe left (`| head`): nothing more can be said, and the interpreter must not try.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _PIPE_CLOSED
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
             return _complain(f"{error.name} is not installed; pip install 'moetrt[{_EXTRAS[error.name]}]'", 2)
@@ -138,7 +148,9 @@ def run(arguments: Sequence[str]) -> int:
 def _complain(message: str, code: int) -> int:
     # Where stderr cannot be written, the exit code still says it.
     with suppress(OSError):
-        click.echo(f"moetrt: error: {' '.join(message.split())}", err=True)
+        from moetrt.console import visible
+
+        click.echo(f"moetrt: error: {visible(' '.join(message.split()))}", err=True)
     return code
 
 
@@ -213,6 +225,7 @@ def map_command(
     """Map every MoE tail of MODEL, any ONNX file, to one plugin node."""
     from moetrt.mapping import map_file
 
+    onto_itself = os.path.exists(output) and os.path.exists(model) and os.path.samefile(model, output)
     with out.step("map") as step:
         result = map_file(model, output, function=not no_function, report_path=report, progress=step.progress)
         step.result = f"{output}: {result.summary()}"
@@ -221,6 +234,11 @@ def map_command(
         out.table(("tail", "became"), [(site.name, site.became) for site in result.sites])
     for note in result.notes:
         out.line(f"note: {note}")
+    if onto_itself:
+        out.line(
+            "note: the file was mapped onto itself: the graph before mapping is gone, which moetrt compare holds the "
+            "tails against; it exports the model anew where something differs, and --unmapped names a copy"
+        )
     if not result.complete and not allow_unmatched:
         if not result.found and not result.expected:
             raise Shortfall(f"'{model}' has no MoE tail; '{output}' is a copy")
@@ -380,7 +398,7 @@ def compare_command(
             source,
             seed=seed,
             sizes=sizes,
-            inputs=feed if load_inputs else None,
+            inputs=load_inputs,
             unmapped_path=unmapped,
             experts_implementation=experts_implementation,
             engine_path=engine,

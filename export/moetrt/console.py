@@ -2,6 +2,7 @@
 
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -12,7 +13,30 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-_WIDTH = 80
+_UNLIMITED = 1_000_000
+"""Columns of a pipe: who reads it, such as grep, wants a table's row on one line."""
+
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def visible(text: str) -> str:
+    """``text`` with what would not be seen, or would move what follows it, escaped: names come from others' files.
+
+    That is control characters, terminals' own sequences among them, and those that turn the direction of writing; line
+    breaks and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char.encode("unicode_escape").decode() if char not in "\n\t" and unicodedata.category(char) in _UNSEEN else char
+        for char in text
+    )
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves it to the command line: rich would end the process with an exit code of its own."""
+        raise
 
 
 @dataclass
@@ -42,26 +66,25 @@ class Output:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self._console = Console(file=sys.stdout, highlight=False, markup=False, quiet=quiet)
+        self._console = _Console(file=sys.stdout, highlight=False, markup=False, quiet=quiet)
         if not self._console.is_terminal:
-            # A pipe has no width: keep the one that every terminal has, and never break a path or a command.
-            self._console.width = _WIDTH
+            self._console.width = _UNLIMITED
 
     def line(self, text: str = "") -> None:
         """Prints one line, never wrapped: paths and commands stay whole."""
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(visible(text)), soft_wrap=True)
 
     def heading(self, text: str) -> None:
         """Prints the title of a part."""
-        self._console.print(Text(text, style="bold"), soft_wrap=True)
+        self._console.print(Text(visible(text), style="bold"), soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Prints a table that fits 80 columns; long cells are folded."""
+        """Prints a table; in a terminal it fits the window, long cells folded, and in a pipe each row is one line."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for column in columns:
             table.add_column(column, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
+            table.add_row(*(Text(visible(str(cell))) for cell in row))
         self._console.print(table)
 
     @contextmanager
@@ -86,7 +109,7 @@ class Output:
         seconds = time.monotonic() - started
         mark, style = ("ok", "green") if step.ok else ("FAILED", "bold red")
         self._console.print(
-            Text.assemble((f"{mark:<7}", style), f"{name:<8} {step.result}  ", (f"{seconds:.1f} s", "dim")),
+            Text.assemble((f"{mark:<7}", style), f"{name:<8} {visible(step.result)}  ", (f"{seconds:.1f} s", "dim")),
             soft_wrap=True,
         )
         for detail in step.details:
@@ -105,7 +128,7 @@ class Output:
 
             def done(text: str, ok: bool) -> None:
                 mark, style = ("ok", "green") if ok else ("FAILED", "bold red")
-                self._console.print(Text.assemble((f"{mark:<7}", style), text), soft_wrap=True)
+                self._console.print(Text.assemble((f"{mark:<7}", style), visible(text)), soft_wrap=True)
                 progress.advance(task)
 
             with redirect_stdout(sys.stderr):

@@ -48,7 +48,8 @@ def named_inputs(node: ir.Node) -> dict[str, ir.Value]:
     if len(names) != len(node.inputs) or any(value is None for value in node.inputs):
         given = [value.name if value is not None else "" for value in node.inputs]
         raise InputError(
-            f"node '{node.name}' ({spec.name}): its inputs were {given}; its has_* attributes say {', '.join(names)}"
+            f"node '{node.name}' ({spec.name}): its inputs were {given}; its has_* attributes say {', '.join(names)}; "
+            "to leave an input out, remove it from the list and set its has_* attribute to 0"
         )
     return {name: value for name, value in zip(names, node.inputs, strict=True) if value is not None}
 

@@ -19,7 +19,7 @@ from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
 from moetrt.onnx_files import load_model
 from moetrt.provenance import command, versions
-from moetrt.replay import draw_inputs
+from moetrt.replay import draw_inputs, load_inputs
 from moetrt.runners import OrtRunner, Results, TorchRunner, session_of, side_by_side, tensorrt_runner
 from moetrt.shapes import fill_in_types
 from moetrt.source import Source, check_source
@@ -111,6 +111,7 @@ class ParityReport:
         sizes = ", ".join(f"{name} [{'x'.join(map(str, shape))}]" for name, shape in self.inputs.items())
         drawn = "inputs as given" if self.seed is None else f"inputs from seed {self.seed}"
         found = [self.how, f"{drawn}: {sizes}"]
+        found.append("errors are differences from a float64 run over the output's root mean square")
         if self.cause:
             found.append(f"{'UNDECIDED' if self.undecided else 'cause'}: {self.cause}")
         if self.undecided and all(output.undecided for output in self.outputs if not output.tail):
@@ -205,7 +206,7 @@ def compare(
     plugin_library: str | os.PathLike[str] | Literal[True] | None = True,
     backend: str | None = None,
     progress: Progress | None = None,
-    inputs: Mapping[str, torch.Tensor] | None = None,
+    inputs: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None,
     unmapped_path: str | os.PathLike[str] | None = None,
     experts_implementation: str | None = None,
     engine_without_plugin_path: str | os.PathLike[str] | None = None,
@@ -236,7 +237,7 @@ def compare(
         plugin_library: that the engine was built with; True is the one that came with the package, None is none.
         backend: for the engines, as of `moetrt.backends.choose`.
         progress: called with one line at each step.
-        inputs: run on these in place of drawn ones; `moetrt.replay.load_inputs` reads them from a file.
+        inputs: run on these in place of drawn ones; a path is of a file that `moetrt.replay.load_inputs` reads.
         unmapped_path: the file before mapping: the unfused path, run beside the mapped one.
         experts_implementation: what the experts of a Transformers model run in PyTorch: "eager", "batched_mm" or
             "grouped_mm"; what they are set to where None. The float64 run is eager.
@@ -253,8 +254,12 @@ def compare(
     model = load_model(onnx_path)
     fill_in_types(model)
     path = Path(onnx_path)
+    # Whose the inputs are, where they do not fit.
+    whose = source.description
+    if inputs is not None and not isinstance(inputs, Mapping):
+        whose, inputs = f"inputs file '{os.fspath(inputs)}'", load_inputs(inputs)
     feed = draw_inputs(model, source, seed, sizes) if inputs is None else _in_order(inputs, source)
-    _check_interface(model, path, source, feed)
+    _check_interface(model, path, source, feed, whose)
     given = None if unmapped_path is None else existing_file(unmapped_path, "file before mapping")
     engines = []
     if engine_path is not None:
@@ -511,7 +516,12 @@ class _Comparison:
         alone = next((output for output in wrong if output.tail), None)
         if alone is not None:
             what = "the kernel" if alone.runner == KERNEL else "its function in the file"
-            return f"{alone.tail} is the tail it replaced, but {what} computes {alone.name.rpartition('.')[2]} wrongly"
+            names = [
+                output.name.rpartition(".")[2]
+                for output in wrong
+                if (output.tail, output.runner) == (alone.tail, alone.runner)
+            ]
+            return f"{alone.tail} is the tail it replaced, but {what} computes {' and '.join(names)} wrongly"
         if any(output.runner == UNMAPPED for output in wrong):
             return "the graph before mapping differs from PyTorch already: the mapping is not what is off"
         if all(output.runner in (TENSORRT, NATIVE) for output in wrong):
@@ -562,12 +572,11 @@ def _hinted(outputs: Iterable[OutputParity], source: Source | None) -> tuple[Out
     )
 
 
-def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[str, torch.Tensor]) -> None:
+def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[str, torch.Tensor], whose: str) -> None:
     inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
     if set(inputs) != set(feed):
         raise InputError(
-            f"'{path}' has the inputs {', '.join(inputs)}; {source.description} has {', '.join(feed)}: "
-            "is it this model's file?"
+            f"'{path}' has the inputs {', '.join(inputs)}; {whose} has {', '.join(feed)}: is it this model's file?"
         )
     outputs = [value.name or "" for value in model.graph.outputs]
     if set(outputs) != set(source.output_names):
@@ -580,15 +589,11 @@ def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[
         if TORCH_DTYPES.get(value.dtype or ir.DataType.UNDEFINED) != tensor.dtype:
             wanted = "unknown" if value.dtype is None else value.dtype.name.lower()
             raise InputError(
-                f"input '{name}' of '{path}' is {wanted}, of {source.description} {str(tensor.dtype)[6:]}; "
-                "they must be the same"
+                f"input '{name}' of '{path}' is {wanted}, of {whose} {str(tensor.dtype)[6:]}; they must be the same"
             )
         if value.shape is None:
             continue
         dims = [dim if isinstance(dim, int) else None for dim in value.shape]
         if len(dims) != tensor.dim() or any(d not in (None, s) for d, s in zip(dims, tensor.shape, strict=True)):
             wanted = "x".join("?" if dim is None else str(dim) for dim in dims)
-            raise InputError(
-                f"input '{name}' of '{path}' is {wanted}; {source.description} was given "
-                f"{'x'.join(map(str, tensor.shape))}"
-            )
+            raise InputError(f"input '{name}' of '{path}' is {wanted}, of {whose} {'x'.join(map(str, tensor.shape))}")

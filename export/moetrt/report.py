@@ -158,6 +158,7 @@ class OutputParity:
         output: its name without the tail's.
         label: its name in a few words.
         passed: the verdict.
+        undecided: whether it did not pass because PyTorch itself gives nothing that could be compared.
         worst, rms: the errors, over the output's root mean square.
         pytorch_worst, pytorch_rms: PyTorch's.
         unfused_worst, unfused_rms: of ONNX Runtime on the file before mapping; ``has_unfused`` says whether it was run.
@@ -177,6 +178,7 @@ class OutputParity:
     dtype: str
     shape: str
     passed: bool
+    undecided: bool
     worst: float | None
     rms: float | None
     pytorch_worst: float | None
@@ -233,6 +235,7 @@ class ParityFacts:
         seed: of the inputs.
         inputs: their names and sizes.
         passed: the verdict.
+        undecided: whether it did not pass because of undecided outputs alone.
         cause: what is off first and what explains it; None where nothing is, or nothing is known.
         notes: what was not run and why.
         outputs: every output of every runner.
@@ -245,6 +248,7 @@ class ParityFacts:
     seed: int | None
     inputs: str
     passed: bool
+    undecided: bool
     cause: str | None
     notes: tuple[str, ...]
     outputs: tuple[OutputParity, ...]
@@ -590,6 +594,7 @@ def _parity(file: ReportFile) -> ParityFacts:
         seed=content["seed"],
         inputs=_shapes(content["inputs"]),
         passed=content["passed"],
+        undecided=content["undecided"],
         cause=content["cause"],
         notes=tuple(content["notes"]),
         outputs=tuple(_output(entry) for entry in content["outputs"]),
@@ -621,6 +626,7 @@ def _output(entry: Mapping[str, Any]) -> OutputParity:
         dtype=entry["dtype"],
         shape=shape_text(entry["shape"]),
         passed=entry["passed"],
+        undecided=entry["undecided"],
         worst=entry["worst"],
         rms=entry["rms"],
         pytorch_worst=entry["pytorch"]["worst"],
@@ -754,6 +760,8 @@ def _parity_verdict(parity: Sequence[ParityFacts]) -> Verdict:
     runners = ", ".join(dict.fromkeys(output.runner for output in outputs))
     if good:
         text = f"{_count(len(outputs), 'output')} within tolerance ({runners}, against float64)."
+    elif all(facts.passed or facts.undecided for facts in parity):
+        text = f"Of {len(failed)} of {_count(len(outputs), 'output')} nothing could be compared: not finite in PyTorch."
     else:
         text = f"{len(failed)} of {_count(len(outputs), 'output')} out of tolerance ({runners}, against float64)."
     wrong = [tail for facts in parity for tail in facts.tails if not tail.passed]

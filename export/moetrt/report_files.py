@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,7 +72,40 @@ class ReportFile:
     def built(self, build: Callable[["ReportFile"], _Built]) -> _Built:
         """What ``build`` makes of the file; see `reading`."""
         with self.reading():
-            return build(self)
+            facts = build(self)
+            check_types(facts)
+            return facts
+
+
+def check_types(facts: object) -> None:
+    """Checks that the fields of a dataclass, and of those in it, hold what their annotations say.
+
+    Raises:
+        TypeError: one holds something else; the message names it.
+    """
+    for name, kind in typing.get_type_hints(type(facts)).items():
+        value = getattr(facts, name)
+        if not _is_of(value, kind):
+            wanted = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
+            raise TypeError(f"{name} was {value!r}; {wanted} is taken")
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return any(_is_of(value, one) for one in of)
+    if origin is tuple:
+        entries = of[:1] * len(value) if isinstance(value, tuple) and of[1:] == (...,) else of
+        return isinstance(value, tuple) and len(value) == len(entries) and all(map(_is_of, value, entries))
+    if origin is not None:
+        return isinstance(value, Mapping) and all(
+            _is_of(key, of[0]) and _is_of(entry, of[1]) for key, entry in value.items()
+        )
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    if is_dataclass(value):
+        check_types(value)
+    return isinstance(value, kind)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from moetrt import report_drawings
+from moetrt.console import visible
 from moetrt.errors import InputError
 from moetrt.files import check_distinct, output_file, write_atomically
 from moetrt.report import FORMAT, BenchFacts, OutputParity, ParityFacts, Report, Spread, Timing, layer_label
@@ -33,6 +34,10 @@ _SYMBOLS = {
     "measured": "•",
 }
 """States have a symbol beside their colour."""
+
+
+_LONGEST_LABEL = 40
+"""Characters of a name beside a verdict, which must stay in sight; its title has the whole."""
 
 
 def page_files(folder: str | os.PathLike[str]) -> list[Path]:
@@ -116,11 +121,17 @@ def markdown(report: Report) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
+def _visible(value: object) -> object:
+    """What a template prints: text of others' files with unseen characters escaped."""
+    return visible(value) if type(value) is str else value
+
+
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("moetrt", "templates"),
         autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
+        finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -135,6 +146,7 @@ def _environment() -> Environment:
         "slug": lambda state: state.replace(" ", "-"),
         "attributes": lambda entries: ", ".join(f"{name} {value:g}" for name, value in entries.items()),
         "md": _escaped_markdown,
+        "short": lambda text: report_drawings.shortened(text, _LONGEST_LABEL),
         "one_line": lambda text: " ".join(str(text).split()),
         "indented": lambda text: "\n".join(f"    {line}" for line in text.splitlines()),
     }
