@@ -687,7 +687,7 @@ def per_route_operand(place: PerRoute, top_k: int | str | None) -> tuple[Operand
         return Operand(value, cast, make=lambda write: _transposed(write, value, top_k)), None
     if rank(value) == 2 and dim(value, 1) == top_k:
         return Operand(value, cast), None
-    if rank(value) == 2 and is_named(dim(value, 1)):
+    if rank(value) == 2 and is_named(dim(value, 1)) and not isinstance(dim(value, 0), int):
         return Operand(value, cast), (
             f"'{value.name}' has '{dim(value, 1)}' columns, which may be one for all of a token's {top_k} routes: "
             "give it the number of routes"
@@ -727,8 +727,7 @@ def squeezed(value: ir.Value, axis: int) -> ir.Node | None:
     """The node after which ``axis`` of ``value``, of size 1, is gone and nothing else changed; Casts may come first."""
     node = sole_reader(value)
     while node is not None and is_op(node, "Cast") and node.outputs[0].dtype in FLOAT_DTYPES:
-        before = value.producer()
-        if is_op(before, "Cast") and not keeps(value.dtype, given(cast_source(value)).dtype):
+        if is_op(value.producer(), "Cast") and not keeps(value.dtype, given(cast_source(value)).dtype):
             return None  # rounded, and then cast again
         value = node.outputs[0]
         node = sole_reader(value)
