@@ -436,7 +436,7 @@ def _gamma(value: ir.Value, source: _Source) -> tuple[Operand, float]:
     return Operand(value, reshape_to=None if shape == [width] else (width,)), bias
 
 
-def _rounded_gamma(stored: ir.TensorProtocol, steps: list[ir.Node]) -> ir.Tensor:
+def _rounded_gamma(stored: ir.TensorProtocol, steps: list[ir.Node]) -> ir.TensorProtocol:
     """The numbers that the norm multiplies by, flat, where Casts among ``steps`` round the ``stored`` ones."""
     made = elements(stored).ravel()
     for node in steps:

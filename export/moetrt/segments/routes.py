@@ -782,7 +782,7 @@ def per_route_operand(place: PerRoute, top_k: int | str | None) -> tuple[Operand
         return Operand(value, cast, make=lambda write: _transposed(write, value, top_k)), None
     if rank(value) == 2 and dim(value, 1) == top_k:
         return Operand(value, cast), None
-    if rank(value) == 2 and is_named(dim(value, 1)):
+    if rank(value) == 2 and is_named(dim(value, 1)) and not isinstance(dim(value, 0), int):
         return Operand(value, cast), (
             f"'{value.name}' has '{dim(value, 1)}' columns, which may be one for all of a token's {top_k} routes: "
             "give it the number of routes"
