@@ -725,9 +725,6 @@ def weighted_seed(
             f"'{rounded.name}' is rounded to {dtype_name(rounded.dtype)} on the way from the rows, which are "
             f"{dtype_name(data.value.dtype)}, to their sum; the operator does not round there: leave out this Cast"
         )
-    if len(found.weights) > 1:
-        names = ", ".join(f"'{weight.value.name}'" for weight in found.weights)
-        problem = problem or f"the rows are multiplied by more than one factor ({names}): multiply these first"
     if found.weights:
         factors = []
         for weights in found.weights:
@@ -754,6 +751,24 @@ def weighted_seed(
         apply_expert_weights=int(bool(found.weights)),
         problem=problem,
     )
+
+
+def _flat(rows: ir.Value) -> Operand:
+    """Rows as an operand of shape [R, H]."""
+    width = dim(rows, -1)
+    return Operand(rows, reshape_to=(-1, width) if rank(rows) != 2 and isinstance(width, int) else None)
+
+
+def _product(factors: list[Operand]) -> Operand:
+    """Weights that several factors make, each of shape [T, K] or a 1 in place of either: float32."""
+
+    def make(write: Write) -> ir.Value:
+        product, *others = (written(replace(factor, cast_to=ir.DataType.FLOAT), write) for factor in factors)
+        for other in others:
+            product = write("Mul", [product, other], {}, ir.DataType.FLOAT, dims(product) or [])
+        return product
+
+    return Operand(factors[0].value, make=make)
 
 
 def _other_tokens(weights: Operand, index: Operand) -> str | None:
@@ -821,8 +836,9 @@ def summed_axis(node: ir.Node, ndim: int) -> tuple[int, ir.Node] | None:
 def squeezed(value: ir.Value, axis: int) -> ir.Node | None:
     """The node after which ``axis`` of ``value``, of size 1, is gone and nothing else changed; Casts may come first."""
     node = sole_reader(value)
-    while node is not None and is_op(node, "Cast") and node.outputs[0].dtype in FLOAT_DTYPES:
-        if is_op(value.producer(), "Cast") and not keeps(value.dtype, given(cast_source(value)).dtype):
+    while node is not None and _keeps_floats(node, value):
+        source = cast_source(value)
+        if is_op(node, "Cast") and source is not None and not keeps(value.dtype, source.dtype):
             return None  # rounded, and then cast again
         value = node.outputs[0]
         node = sole_reader(value)
