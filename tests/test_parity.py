@@ -554,10 +554,7 @@ def test_a_kernel_that_is_wrong_is_named(
     report = compare(planted(good, lambda model, node: None, tmp_path), source)
     failed = {(output.runner, output.name.rpartition(".")[2]) for output in report.outputs if not output.passed}
     assert failed == {("kernel-host", "norm_out")}
-    assert (
-        report.cause
-        == "MoEFinalizeAddRMSNorm is the tail it replaced, but the kernel computes norm_out wrongly"
-    )
+    assert report.cause == "MoEFinalizeAddRMSNorm is the tail it replaced, but the kernel computes norm_out wrongly"
 
 
 def test_engines_stand_beside_onnx_runtime(
