@@ -596,7 +596,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            (["--tool", "trtexec-9"], "trtexec tool was 'trtexec-9'"),
+            (["--tool", "trtexec-9"], "tool was 'trtexec-9'; auto, trtexec-10"),
             (["--tool", "python"], "tool python runs on a GPU and none is to be seen"),
             (["--repeats", "0"], "repeats was 0; 1 or more is taken"),
             (["--seconds", "nan"], "seconds was nan"),
@@ -631,7 +631,7 @@ class TestPlan:
         for feeds, said in (
             ([{"x": torch.zeros(4, 64, dtype=torch.float16), "residual": torch.zeros(4, 64)}], "torch.float16"),
             ([{"x": torch.zeros(4, 64)}], "have no 'residual'"),
-            ([{"y": torch.zeros(4, 64)}], "input 'y'"),
+            ([{"y": torch.zeros(4, 64)}], "have 'y'; the model's inputs are x, residual"),
             ([], "have no feed"),
         ):
             save_json(feeds, str(path))

@@ -100,7 +100,7 @@ COMMANDS: list[tuple[str, str] | tuple[str, str, int]] = [
     (f"compare {{m}} --against {B} --experts-implementation eager", "… is no Transformers model: …"),
     (f"compare {{m}} --against {B} --unmapped {{w}}/no_tail.onnx", "'…' is not the file that '…' was mapped from: …"),
     (f"compare {{m}} --against {B} --load-inputs {{w}}/text.onnx", "inputs file '…' is not in Polygraphy's format: …"),
-    ("bench {m} -o {d}/b --tool nsys", "trtexec tool was '…'; taken are …"),
+    ("bench {m} -o {d}/b --tool nsys", "tool was '…'; auto, … are taken"),
     ("bench {m} -o {d}/b --tool python", "tool python runs on a GPU and none is to be seen; …"),
     ("bench {m} -o {d}/b --script --repeats 0 --tool trtexec-11", "repeats was …; 1 or more is taken"),
     ("bench {m} -o {d}/b --script --seconds 0 --tool trtexec-11", "seconds was …; a number above 0 is taken"),

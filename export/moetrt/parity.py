@@ -402,10 +402,7 @@ class _Comparison:
         return {name for tail in self.tails for name in tail.input_names().values()}
 
     def _onnx(self, folder: Path, model: ir.Model, shown: Iterable[str], runner: str, name: str) -> OrtRunner:
-        try:
-            expose(model, shown)
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from error
+        expose(model, shown, f"{name}: ")
         folder.mkdir()
         # Loaded now: what ONNX Runtime does not take is known before anything runs.
         return OrtRunner(session_of(model, folder / "model.onnx", name)(), name=runner)

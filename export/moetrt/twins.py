@@ -94,8 +94,13 @@ def _converted(tensor: ir.TensorProtocol, wider: Mapping[ir.DataType, ir.DataTyp
     return ir.tensor(tensor.numpy().astype(wider[tensor.dtype].numpy()), name=tensor.name)
 
 
-def expose(model: ir.Model, names: Iterable[str]) -> None:
+def expose(model: ir.Model, names: Iterable[str], where: str = "") -> None:
     """Makes values of the graph outputs of it, in place; those that it does not compute are passed over.
+
+    Args:
+        model: the graph.
+        names: of the values.
+        where: what to put before a message.
 
     Raises:
         InputError: the graph does not say a value's type, which an output must have.
@@ -106,8 +111,8 @@ def expose(model: ir.Model, names: Iterable[str]) -> None:
             if value.name in wanted:
                 if value.type is None:
                     raise InputError(
-                        f"value '{value.name}' of node '{node.name}' ({node.op_type}) has no type, and onnx's shape "
-                        "inference finds none; a file that has it in its value_info is taken"
+                        f"{where}value '{value.name}' of node '{node.name}' ({node.op_type}) has no type, and onnx's "
+                        "shape inference finds none; a file that has it in its value_info is taken"
                     )
                 model.graph.outputs.append(value)
 
