@@ -258,7 +258,7 @@ class _Mapper:
         reason = grown.reason
         tail = grown.tail
         if grown.doubtful:
-            return _left_alone(seed, reason)
+            return self._leave(seed, reason)
         if grown.norm is not None:
             try:
                 return _site(*self._write_norm(seed, tail, grown.norm), seed.form, True, None)

@@ -78,6 +78,7 @@ class Found:
         as_picked: whether rows that something picks are taken as it gives them, one a route.
         by_column: whether the walk goes back from one term, which holds one route of each token.
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
+        nan_beyond: whether an entry below -1 gives NaN already, as the operator does.
         padded: whether columns after the first H were cut off.
         casts: what Casts made of the products and rows on the way.
     """
@@ -90,6 +91,7 @@ class Found:
     masks: list[PerRoute] = field(default_factory=list)
     weights: list[PerRoute] = field(default_factory=list)
     counted: list[ir.Value] = field(default_factory=list)
+    nan_beyond: bool = False
     padded: bool = False
     scale: float = 1.0
 
@@ -333,7 +335,10 @@ def _split_operators_where(node: ir.Node, found: Found) -> ir.Value | None:
         return None
     absent = _mask(found.here(given(other.inputs[0])), False, found)
     kept = _mask(found.here(given(node.inputs[0])), True, found)
-    return node.inputs[1] if absent is not None and absent == kept else None
+    if absent is None or absent != kept:
+        return None
+    found.nan_beyond = True
+    return node.inputs[1]
 
 
 def _is_nan(value: ir.Value | None) -> bool:
@@ -661,7 +666,8 @@ def map_operand(
     # Where nothing masks, the clamp decides which row an entry of -1 reads.
     entries = base if found.masks or masked or clamped is None else clamped
     operand, complaint = per_route_operand(entries, found.top_k)
-    if (found.masks or masked) and not problem and not complaint and lowest(base.value) < -1:
+    unlike = (found.masks or masked) and not found.nan_beyond
+    if unlike and not problem and not complaint and lowest(base.value) < -1:
         # The operator takes -1 for a route without a row; a mask may take every number below 0 for one.
         if masked or not all(mask.below for mask in found.masks):
             operand = raised(operand, -1)
