@@ -54,6 +54,8 @@ def _scattered(matrix: ir.Value) -> Combine | None:
     found = Found(top_k=dim(index, -1), casts=casts)
     place = found.here(index)
     take_weights(found.here(weights), found)
+    # ScatterElements takes updates of its indices' shape, and repeats neither.
+    found.same_tokens = len(found.weights) == 1 and not found.masks
     problem = None
     if reduction not in ("add", "none"):
         problem = f"'{matrix.name}' is scattered with reduction '{reduction}'; a sum of routes takes 'add'"

@@ -78,6 +78,7 @@ class Found:
         as_picked: whether rows that something picks are taken as it gives them, one a route.
         by_column: whether the walk goes back from one term, which holds one route of each token.
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
+        same_tokens: whether weights and map are of the same shape, whatever their dimensions are named.
         nan_beyond: whether an entry below -1 gives NaN already, as the operator does.
         padded: whether columns after the first H were cut off.
         casts: what Casts made of the products and rows on the way.
@@ -91,6 +92,7 @@ class Found:
     masks: list[PerRoute] = field(default_factory=list)
     weights: list[PerRoute] = field(default_factory=list)
     counted: list[ir.Value] = field(default_factory=list)
+    same_tokens: bool = False
     nan_beyond: bool = False
     padded: bool = False
     scale: float = 1.0
@@ -747,7 +749,8 @@ def weighted_seed(
         operands["expert_weights"] = replace(index, cast_to=ir.DataType.FLOAT)
     if index is not None:
         operands["expanded_idx_to_permuted_idx"] = index
-        problem = problem or _other_tokens(operands["expert_weights"], index)
+        if not found.same_tokens:
+            problem = problem or _other_tokens(operands["expert_weights"], index)
     return Seed(
         form=form,
         node=end,
