@@ -43,4 +43,4 @@ def test_options_that_are_not_taken(
 def test_a_number_that_is_nan_holds_no_rule() -> None:
     nan = accuracy.Errors(1.0, 1.0, float("nan"))
     model = next(iter(accuracy.MODELS.values()))
-    assert len(accuracy.Row(model, "routed", nan, nan).faults()) == 3
+    assert len(accuracy.Row(model, "routed", nan, nan, nan).faults()) == 5
