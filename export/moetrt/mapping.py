@@ -1,8 +1,9 @@
 """Every MoE tail of an ONNX graph becomes one plugin node, or is listed with the reason why not."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,19 @@ def _check_files(
         check_distinct(inputs, [("output file", output), data, *reports])
 
 
+@contextmanager
+def _collections_paused() -> Iterator[None]:
+    """No garbage collection: all that is made here lives on, and looking it through again makes large graphs slower."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collections_paused()
 def inference_problem(model: ir.Model) -> str | None:
     """What strict shape inference says against ``model``, on one line; None where it is content."""
     try:
@@ -124,6 +138,7 @@ def inference_problem(model: ir.Model) -> str | None:
     return None
 
 
+@_collections_paused()
 def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     """Maps the tails of ``model`` in place.
 
