@@ -36,12 +36,8 @@ def combine_of(matrix: ir.Value) -> Combine | None:
 
 def _scattered(matrix: ir.Value) -> Combine | None:
     """``zeros(T, N).scatter(1, index, weights)``."""
+    matrix, casts = _before_casts(matrix)
     node = matrix.producer()
-    casts: list[ir.Value] = []
-    while node is not None and is_op(node, "Cast", "Identity"):
-        casts += [matrix] if is_op(node, "Cast") else []
-        matrix = given(node.inputs[0])
-        node = matrix.producer()
     if node is None or not is_op(node, "ScatterElements") or rank(matrix) not in (2, 3):
         return None
     index, weights = given(node.inputs[1]), given(node.inputs[2])
@@ -67,6 +63,15 @@ def _scattered(matrix: ir.Value) -> Combine | None:
     return Combine(place, found, False, problem)
 
 
+def _before_casts(matrix: ir.Value) -> tuple[ir.Value, list[ir.Value]]:
+    """What ``matrix`` was before Casts, and what each of them made."""
+    casts: list[ir.Value] = []
+    while (node := matrix.producer()) is not None and is_op(node, "Cast", "Identity"):
+        casts += [matrix] if is_op(node, "Cast") else []
+        matrix = given(node.inputs[0])
+    return matrix, casts
+
+
 def _distinct(place: PerRoute, found: Found) -> bool:
     """Whether a token's entries differ from each other: a TopK along the experts chose them."""
     value = strip(place, found).value
@@ -78,12 +83,8 @@ def _distinct(place: PerRoute, found: Found) -> bool:
 
 def _one_hot(matrix: ir.Value) -> Combine | None:
     """The sum over k of ``one_hot(index) * weights``."""
+    matrix, casts = _before_casts(matrix)
     node = matrix.producer()
-    casts: list[ir.Value] = []
-    while node is not None and is_op(node, "Cast", "Identity"):
-        casts += [matrix] if is_op(node, "Cast") else []
-        matrix = given(node.inputs[0])
-        node = matrix.producer()
     if node is not None and is_op(node, "Squeeze", "Reshape"):
         node = given(node.inputs[0]).producer()
     total = sum_of(node) if node is not None else None
