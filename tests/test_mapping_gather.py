@@ -13,9 +13,10 @@ from moetrt.mapping import inference_problem, map_model
 from moetrt.mapping_report import MappingReport, Site
 from moetrt.onnx_op import operator_of
 from tests.equivalence import compare_models, run_model
+from tests.foreign_graphs import HIDDEN, TOP_K, Tail
 from tests.mapping_graphs import Graph, NormForm
 
-TOKENS, TOP_K, ROWS, HIDDEN = 6, 2, 20, 16
+TOKENS, ROWS = 6, 20
 BATCH = 2
 
 Finalize = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -107,24 +108,6 @@ FORMS: dict[str, Finalize] = {
         scattered_permutation,
     )
 }
-
-
-class Tail(nn.Module):
-    """A finalize, a shared expert's output, the residual and the RMSNorm as Llama writes it."""
-
-    def __init__(self, finalize: Finalize) -> None:
-        super().__init__()
-        self.finalize = finalize
-        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
-
-    def forward(
-        self, rows: Tensor, weights: Tensor, index: Tensor, shared: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        moe = self.finalize(rows, weights, index).to(rows.dtype) + shared
-        hidden = residual + moe.view(residual.shape)
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.gamma * wide.to(hidden.dtype), hidden
 
 
 def inputs(
