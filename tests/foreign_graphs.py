@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import onnx
+import onnx.version_converter
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
@@ -505,6 +507,21 @@ def by_onnxscript(model: onnx.ModelProto) -> onnx.ModelProto:
     optimised = ir.from_proto(model)
     onnxscript.optimizer.optimize(optimised)
     return ir.to_proto(optimised)
+
+
+def to_opset_17(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model by onnx's version converter, in the opset before the first that torch's dynamo exporter writes.
+
+    The converter looks for axes among initializers alone, and leaves an attribute that opset 17 does not have.
+    """
+    constants = ir.from_proto(model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(constants)
+    for node in constants.graph:
+        if node.op_type.startswith("Reduce"):
+            assert node.attributes.pop("noop_with_empty_axes", ir.AttrInt64("", 0)).as_int() == 0
+    converted = onnx.version_converter.convert_version(ir.to_proto(constants), 17)
+    onnx.checker.check_model(converted)
+    return converted
 
 
 OPTIMISERS: dict[str, Callable[[onnx.ModelProto], onnx.ModelProto]] = {

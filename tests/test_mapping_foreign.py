@@ -27,6 +27,7 @@ from tests.foreign_graphs import (
     export_form,
     inputs_of,
     module_of,
+    to_opset_17,
 )
 
 # In a sum of K products and three additions, each rounded once: float32's 2^-24 and float16's 2^-11, relative to the
@@ -266,7 +267,14 @@ def test_weights_in_another_file(form: str, tmp_path: Path) -> None:
         assert difference.relative <= TOLERANCE[torch.float32], str(difference)
 
 
-@pytest.mark.parametrize("opset", [18, 21, 24])
+@pytest.mark.parametrize("form", [form for exporter, form in EXPORTS if exporter == "dynamo"])
+def test_opset_17_of_torch_onnx(form: str) -> None:
+    model = to_opset_17(exported("dynamo", form))
+    assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 17)]
+    check(model, form)
+
+
+@pytest.mark.parametrize("opset", [18, 19, 20, 21, 23, 24])
 @pytest.mark.parametrize("form", ["index_add_of_routes", "dense_one_hot"])
 def test_opsets_of_torch_onnx(form: str, opset: int) -> None:
     model = export_form(form, "dynamo", opset=opset)
