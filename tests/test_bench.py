@@ -13,10 +13,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from moetrt import bench, cli
+from moetrt import cli
 from moetrt.backends import Gpu
-from moetrt.bench_plan import MANIFEST, SCRIPT, read_manifest
-from moetrt.bench_result import Layer, TailOfModel, attribute
+from moetrt.bench import benchmark, trtexec
+from moetrt.bench.plan import MANIFEST, SCRIPT, read_manifest
+from moetrt.bench.result import Layer, TailOfModel, attribute
 from tests.test_engine import one_tail, save
 from tests.trtexec_stand_in import DEVICE, VARIABLE, install
 
@@ -67,7 +68,7 @@ def here(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the stand-in on PATH, and a GPU into the machine."""
     monkeypatch.setenv(VARIABLE, str(planted.path))
     monkeypatch.setenv("PATH", f"{planted.executable.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(bench, "gpus", lambda: (Gpu("test", (9, 0)),))
+    monkeypatch.setattr(benchmark, "gpus", lambda: (Gpu("test", (9, 0)),))
 
 
 @pytest.fixture
@@ -568,8 +569,8 @@ class TestPlan:
 
     @pytest.fixture(autouse=True)
     def nothing_here(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(bench, "gpus", tuple)
-        monkeypatch.setattr(bench.trtexec, "find_executable", lambda name: None)
+        monkeypatch.setattr(benchmark, "gpus", tuple)
+        monkeypatch.setattr(trtexec, "find_executable", lambda name: None)
 
     def test_script_where_there_is_no_tool(
         self, mapped_block: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -10,15 +10,15 @@ import onnx_ir as ir
 import pytest
 
 from moetrt import backends
-from moetrt.bench_model import make_plan
-from moetrt.bench_plan import Plan
-from moetrt.bench_result import attribute
+from moetrt.bench.model import make_plan
+from moetrt.bench.plan import Plan
+from moetrt.bench.result import attribute
+from moetrt.bench.trtexec_files import Layer, onnx_origins
 from moetrt.capture import export
 from moetrt.engine import build_engine
 from moetrt.library import load_plugin_library
 from moetrt.mapping import map_file
 from moetrt.source import load_source
-from moetrt.trtexec_files import Layer, onnx_origins
 
 TAILS = 2
 

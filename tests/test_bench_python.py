@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from moetrt import bench, bench_python, cli
+from moetrt import cli
 from moetrt.backends import Backend, Gpu
-from moetrt.bench_plan import read_manifest
+from moetrt.bench import benchmark, python_runtime, trtexec
+from moetrt.bench.plan import read_manifest
 from moetrt.errors import InputError
 from tests.test_bench import tail_name
 
@@ -250,14 +251,14 @@ def module(monkeypatch: pytest.MonkeyPatch, mapped_block: Path) -> Any:
         engine.write_text("plugin" if plugin_library else "native")
 
     gpu = (Gpu("test", (9, 0)),)
-    monkeypatch.setattr(bench, "gpus", lambda: gpu)
-    monkeypatch.setattr(bench_python, "gpus", lambda: gpu)
-    monkeypatch.setattr(bench.trtexec, "find_executable", lambda name: None)
-    monkeypatch.setattr(bench_python, "cuda", CUDA)
-    monkeypatch.setattr(bench_python, "DEVICE", "cpu")
-    monkeypatch.setattr(bench_python, "WARMUP_SECONDS", 0.0)
-    monkeypatch.setattr(bench_python, "build_engine", build_engine)
-    monkeypatch.setattr(bench_python, "choose", lambda *_, **__: Backend("tensorrt", trt, trt.__version__))
+    monkeypatch.setattr(benchmark, "gpus", lambda: gpu)
+    monkeypatch.setattr(python_runtime, "gpus", lambda: gpu)
+    monkeypatch.setattr(trtexec, "find_executable", lambda name: None)
+    monkeypatch.setattr(python_runtime, "cuda", CUDA)
+    monkeypatch.setattr(python_runtime, "DEVICE", "cpu")
+    monkeypatch.setattr(python_runtime, "WARMUP_SECONDS", 0.0)
+    monkeypatch.setattr(python_runtime, "build_engine", build_engine)
+    monkeypatch.setattr(python_runtime, "choose", lambda *_, **__: Backend("tensorrt", trt, trt.__version__))
     return trt
 
 
@@ -284,7 +285,7 @@ def test_planted_times_come_back_through_the_same_files(
     assert tail["ratio"]["low"]["median"] == pytest.approx(5.0)
     assert tail["layers"]["native"]["own"] == ["a", "b"]
     times = json.loads((tmp_path / "out/bench/1/plugin.1.times.json").read_text())
-    assert len(times) >= bench_python.LEAST_QUERIES
+    assert len(times) >= python_runtime.LEAST_QUERIES
     assert result["notes"] == []
 
 
@@ -310,7 +311,7 @@ def test_saved_inputs_reach_the_engine(module: Any, mapped_block: Path, tmp_path
     words = ["--repeats", "1", "--seconds", "0.01", "--load-inputs", str(tmp_path / "inputs.json")]
     assert cli.run(["bench", str(mapped_block), "-o", str(tmp_path / "out"), *words]) == 0
     plan, _ = read_manifest(tmp_path / "out")
-    session = bench_python._Session(module, tmp_path / "out/bench/plugin.engine", plan.points[0], tmp_path / "out")
+    session = python_runtime._Session(module, tmp_path / "out/bench/plugin.engine", plan.points[0], tmp_path / "out")
     for name, tensor in feed.items():
         assert torch.equal(session._buffers[name], tensor)
 
@@ -362,16 +363,16 @@ def test_engine_that_does_not_load(module: Any, mapped_block: Path, tmp_path: Pa
     plan, _ = read_manifest(tmp_path / "out")
     (tmp_path / "out/bench/plugin.engine").write_text("another")
     with pytest.raises(InputError, match=r"TensorRT 10\.16\.1\.11 does not load '.*plugin\.engine'"):
-        bench_python._Session(module, tmp_path / "out/bench/plugin.engine", plan.points[0], tmp_path / "out")
+        python_runtime._Session(module, tmp_path / "out/bench/plugin.engine", plan.points[0], tmp_path / "out")
 
 
 def test_profile_that_changes_is_refused() -> None:
     with pytest.raises(InputError, match="named other layers in one iteration"):
-        bench_python.profile_content([[("a", 1.0)], [("b", 1.0)]])
+        python_runtime.profile_content([[("a", 1.0)], [("b", 1.0)]])
 
 
 def test_layers_of_one_name_stay_apart() -> None:
-    content = bench_python.profile_content([[("a", 1.0), ("a", 3.0)], [("a", 2.0), ("a", 5.0)]])
+    content = python_runtime.profile_content([[("a", 1.0), ("a", 3.0)], [("a", 2.0), ("a", 5.0)]])
     assert [layer["medianMs"] for layer in content[1:]] == [1.5, 4.0]
 
 
@@ -402,7 +403,7 @@ def test_stand_in_has_no_name_that_the_module_has_not(name: str, module: Any) ->
     assert "report_layer_time" in real["IProfiler"]
     assert {"INPUT", "OUTPUT"} <= real["TensorIOMode"]
     assert {"DEVICE", "HOST"} <= real["TensorLocation"]
-    assert set(bench_python._DTYPES) <= real["DataType"]
+    assert set(python_runtime._DTYPES) <= real["DataType"]
     assert lean or "JSON" in real["LayerInformationFormat"]
 
 

@@ -21,7 +21,7 @@ import torch
 from onnx import TensorProto, helper
 
 from moetrt import cli, onnx_files
-from moetrt.replay import save_inputs
+from moetrt.parity.replay import save_inputs
 
 BLOCK = "contract_to_engine:block"  # what the fixture mapped_block was exported from
 

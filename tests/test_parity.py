@@ -23,11 +23,11 @@ from moetrt.mapping import map_file
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import make_model, named_inputs, operator_of
 from moetrt.parity import compare
-from moetrt.runners import OrtRunner, TorchRunner, float64_copy, ort_session, session_of, tensorrt_runner
+from moetrt.parity.runners import OrtRunner, TorchRunner, float64_copy, ort_session, session_of, tensorrt_runner
+from moetrt.parity.twins import float32_twin
+from moetrt.parity.verdict import argmax_changed, judge
 from moetrt.source import Source
 from moetrt.spec import FINALIZE_ADD_RMS_NORM, Operand
-from moetrt.twins import float32_twin
-from moetrt.verdict import argmax_changed, judge
 
 TOKENS, TOP_K, HIDDEN = 6, 3, 32
 
@@ -480,7 +480,7 @@ def test_onnx_runtime_takes_and_gives_bfloat16(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moetrt.runners.gpus", lambda: ())
+    monkeypatch.setattr("moetrt.parity.runners.gpus", lambda: ())
     engine = tmp_path / "a.engine"
     with pytest.raises(InputError, match=r"^engine '.*' does not exist$"):
         tensorrt_runner(engine, plugin_library=None)
@@ -549,7 +549,7 @@ def test_a_kernel_that_is_wrong_is_named(
         norm, residual = launch(*arguments)  # type: ignore[arg-type]
         return -norm, residual
 
-    monkeypatch.setattr("moetrt.runners.launch", negated)
+    monkeypatch.setattr("moetrt.parity.runners.launch", negated)
     # Nothing lies beside the file, and its outputs are right: the tails alone are reason enough to look into it.
     report = compare(planted(good, lambda model, node: None, tmp_path), source)
     failed = {(output.runner, output.name.rpartition(".")[2]) for output in report.outputs if not output.passed}
@@ -567,8 +567,8 @@ def test_engines_stand_beside_onnx_runtime(
         assert (plugin_library is None) == (name == "tensorrt-without-plugin")
         return OrtRunner(ort_session(path), name=name)
 
-    monkeypatch.setattr("moetrt.parity.tensorrt_runner", runner)
-    monkeypatch.setattr("moetrt.parity.choose", lambda backend: Backend("tensorrt", math, "11.4.0"))
+    monkeypatch.setattr("moetrt.parity.comparison.tensorrt_runner", runner)
+    monkeypatch.setattr("moetrt.parity.comparison.choose", lambda backend: Backend("tensorrt", math, "11.4.0"))
     report = compare(good, source, engine_path=good, engine_without_plugin_path=good)
     assert report.passed
     assert {output.runner for output in report.outputs if not output.tail} == {
@@ -598,8 +598,8 @@ def test_a_16_bit_model_runs_in_an_engine_as_it_is(
     def runner(path: Path, *, plugin_library: Path | None, backend: str | None, name: str) -> TorchRunner:
         return Engine(source.module, source.example_inputs, source.output_names, name=name)
 
-    monkeypatch.setattr("moetrt.parity.tensorrt_runner", runner)
-    monkeypatch.setattr("moetrt.parity.choose", lambda backend: Backend("tensorrt", math, "11.4.0"))
+    monkeypatch.setattr("moetrt.parity.comparison.tensorrt_runner", runner)
+    monkeypatch.setattr("moetrt.parity.comparison.choose", lambda backend: Backend("tensorrt", math, "11.4.0"))
     report = compare(path, source, engine_path=path)
     assert fed == [torch.bfloat16]
     engine = [output for output in report.outputs if output.runner == "tensorrt"]

@@ -18,13 +18,13 @@ from torch import nn
 
 from moetrt.capture import export
 from moetrt.contract import MoEOutput, UnfinalizedMoEOutput
-from moetrt.diagnosis import Operation, difference, distance, equal, explain
 from moetrt.errors import InputError
 from moetrt.functional import finalize_add
 from moetrt.mapping import map_file
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import attach_functions, make_node, named_inputs, operator_of, read_attributes
 from moetrt.parity import ParityReport, compare
+from moetrt.parity.diagnosis import Operation, difference, distance, equal, explain
 from moetrt.source import Source
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM
 from tests.operator_cases import make_case

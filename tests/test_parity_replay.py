@@ -17,7 +17,7 @@ from moetrt.functional import finalize_add_rms_norm
 from moetrt.mapping import map_file
 from moetrt.onnx_files import load_model
 from moetrt.parity import compare
-from moetrt.replay import draw_inputs, load_inputs, save_inputs, save_raw, trtexec_argument
+from moetrt.parity.replay import draw_inputs, load_inputs, save_inputs, save_raw, trtexec_argument
 from moetrt.source import Source
 from tests.conftest import BLOCK
 

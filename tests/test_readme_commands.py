@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetrt import bench
+from moetrt.bench import benchmark
 from tests.documents import ROOT, Session
 from tests.test_docs import Stage
 from tests.test_readme import INDENTED, README
@@ -62,7 +62,7 @@ def run(stage: Session, line: str) -> None:
 
 
 def test_commands(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "gpus", lambda: ())
+    monkeypatch.setattr(benchmark, "gpus", lambda: ())
     lines = [line for line in COMMANDS if not elsewhere(line)]
     assert len(lines) > 10
     for line in lines:

@@ -15,9 +15,10 @@ import onnx
 import pytest
 
 from moetrt import cli
-from moetrt.report import BAD, GOOD, MEASURED, MISSING, make_report
-from moetrt.report_files import find_files
-from moetrt.report_pages import html, json_text, markdown, write_report
+from moetrt.report import make_report
+from moetrt.report.facts import BAD, GOOD, MEASURED, MISSING
+from moetrt.report.files import find_files
+from moetrt.report.pages import html, json_text, markdown, write_report
 from tests.test_bench import DEVICE, Planted, here, tail_name
 
 SOURCE = "tests.models.families:deepseek_v3"

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from moetrt.report import make_report
-from moetrt.report_pages import write_report
+from moetrt.report import make_report, write_report
 from tests.test_report import NASTY, commands_run, folder, nasty, only
 
 __all__ = ["commands_run", "folder"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from moetrt.mapping import map_file
-from moetrt.report_drawings import (
+from moetrt.report.drawings import (
     SHAPE_OF,
     LogAxis,
     Mark,
@@ -22,7 +22,7 @@ from moetrt.report_drawings import (
     shape_path,
     shortened,
 )
-from moetrt.report_graph import GraphNode, Operand, layer_of, layers_of, replaced_nodes, shape_text
+from moetrt.report.graph import GraphNode, Operand, layer_of, layers_of, replaced_nodes, shape_text
 from tests.mapping_graphs import full_tail
 from tests.test_mapping import CASE25
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moetrt import trtexec
+from moetrt.bench import trtexec
 from moetrt.errors import InputError
 from tests.trtexec_stand_in import MANY, OPTIONS, Refused, install, parse
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from moetrt.errors import InputError
-from moetrt.trtexec_files import (
+from moetrt.bench.trtexec_files import (
     first_error,
     onnx_origins,
     read_layers,
@@ -16,6 +15,7 @@ from moetrt.trtexec_files import (
     read_times,
     version_in,
 )
+from moetrt.errors import InputError
 from tests.trtexec_stand_in import write_layers, write_profile, write_times
 
 

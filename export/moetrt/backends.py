@@ -136,7 +136,7 @@ def switch_polygraphy(name: str) -> None:
     if "polygraphy.util" in sys.modules and bool(polygraphy.config.USE_TENSORRT_RTX) != wanted:
         raise InputError(
             f"backend {name}: Polygraphy was imported before and is set to the other TensorRT; "
-            f"set {POLYGRAPHY_SWITCH}={int(wanted)} or import moetrt.runners first"
+            f"set {POLYGRAPHY_SWITCH}={int(wanted)} or import moetrt.parity first"
         )
     # The variable is for child processes, the attribute for this one.
     os.environ[POLYGRAPHY_SWITCH] = str(int(wanted))

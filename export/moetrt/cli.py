@@ -366,13 +366,12 @@ def compare_command(
     """Run MODEL in ONNX Runtime, and its tails in the kernel, against the PyTorch SOURCE, measured against float64."""
     if load_inputs and shapes_words:
         raise InputError("--load-inputs and --shapes were both given; one of them is taken")
-    from moetrt import replay
     from moetrt.files import check_distinct, existing_file, output_file
     from moetrt.onnx_files import files_of, load_model
-    from moetrt.parity import compare
-    from moetrt.report_pages import page_files
+    from moetrt.parity import compare, replay
+    from moetrt.parity.walk import files_before_mapping
+    from moetrt.report.pages import page_files
     from moetrt.source import load_source
-    from moetrt.walk import files_before_mapping
 
     shapes = _shapes(shapes_words)
     existing_file(model, "ONNX model")
@@ -472,18 +471,18 @@ def bench_command(
         raise InputError("--script, --dry-run and --read: one of them is taken")
     if bandwidth is not None and not 1e-6 <= bandwidth <= 1e6:
         raise InputError(f"--bandwidth was {bandwidth:g}; 1e-06 to 1e+06 TB/s is taken")
-    from moetrt import bench
+    from moetrt.bench import benchmark
 
     bytes_per_second = None if bandwidth is None else bandwidth * 1e12
     if read:
         _refuse_with_read()
-        bench.print_result(out, bench.read_bench(model, output, bandwidth=bytes_per_second))
+        benchmark.print_result(out, benchmark.read_bench(model, output, bandwidth=bytes_per_second))
         _page_of(out, output)
         return
-    choice = bench.choose_tool(tool)
+    choice = benchmark.choose_tool(tool)
     if script or dry_run:
-        bench.check_program(choice)
-    plan, notes = bench.prepare(
+        benchmark.check_program(choice)
+    plan, notes = benchmark.prepare(
         model,
         output,
         choice,
@@ -503,15 +502,15 @@ def bench_command(
         for note in notes:
             out.line(f"note: {note}")
     if dry_run:
-        out.line(bench.commands_text(plan))
+        out.line(benchmark.commands_text(plan))
     elif script or not choice.runs_here:
-        for line in bench.script_lines(plan, output):
+        for line in benchmark.script_lines(plan, output):
             out.line(line)
     else:
         with out.step("bench") as step:
-            bench.run_here(plan, output, choice, time_limit=time_limit, progress=step.progress)
+            benchmark.run_here(plan, output, choice, time_limit=time_limit, progress=step.progress)
             step.result = f"{output}: {len(plan.points)} points, {plan.repeats} repeats of each way"
-        bench.print_result(out, bench.read_bench(model, output, bandwidth=bytes_per_second))
+        benchmark.print_result(out, benchmark.read_bench(model, output, bandwidth=bytes_per_second))
         _page_of(out, output)
 
 
@@ -522,8 +521,7 @@ def _files_in(folder: str) -> list[str]:
 
 def _page_of(out: Any, folder: str) -> None:
     """Makes the page of a folder whose own work is done: what keeps a page from being made is said and no more."""
-    from moetrt.report import make_report
-    from moetrt.report_pages import write_report
+    from moetrt.report import make_report, write_report
 
     try:
         out.line(f"report: {write_report(make_report(folder), folder)}")
@@ -546,8 +544,7 @@ def _refuse_with_read() -> None:
 @click.option("-o", "--output", metavar="FILE.html", help="The page; default: DIR/report.html.")
 def report_command(out: Any, folder: str, output: str | None) -> None:
     """Make one page of what map, compare, build and bench left in DIR; the same as JSON and Markdown beside it."""
-    from moetrt.report import make_report
-    from moetrt.report_pages import write_report
+    from moetrt.report import make_report, write_report
 
     report = make_report(folder)
     page = write_report(report, folder, output)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moetrt import trtexec
+from moetrt.bench import trtexec
 from moetrt.console import Output
 from moetrt.files import output_directory
 
@@ -100,8 +100,7 @@ def run_demo(out: Output, folder: str | os.PathLike[str], *, seed: int = 0) -> D
     from moetrt.library import find_plugin_library
     from moetrt.mapping import map_file
     from moetrt.parity import compare
-    from moetrt.report import make_report
-    from moetrt.report_pages import write_report
+    from moetrt.report import make_report, write_report
     from moetrt.source import load_source
 
     out.heading("moetrt demo: a DeepSeek-V3-architecture model, from PyTorch to a TensorRT engine")

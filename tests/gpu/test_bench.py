@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from moetrt import cli, trtexec
+from moetrt import cli
 from moetrt.backends import ENVIRONMENT_VARIABLE, TENSORRT, TENSORRT_RTX, installed
+from moetrt.bench import trtexec
 from moetrt.library import PluginLibrary
 from tests.gpu.test_engine import RTX_HAS_NO_TARGET
 

@@ -27,7 +27,7 @@ def test_an_engine_runs_the_operator(
     if backend == TENSORRT_RTX and torch.cuda.get_device_capability() in RTX_HAS_NO_TARGET:
         pytest.skip("TensorRT-RTX has no target for this GPU")
     from moetrt.engine import build_engine
-    from moetrt.runners import tensorrt_runner
+    from moetrt.parity.runners import tensorrt_runner
 
     case = make_case(**{"hidden": 64, "dtype": dtype, "seed": seed, **changes})
     node = Node(

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetrt.bench.trtexec_files import version_in
 from moetrt.errors import InputError
-from moetrt.trtexec_files import version_in
 
 Shape = Sequence[int]
 Profile = tuple[Shape, Shape, Shape]

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from moetrt.bench_plan import FILES, TOOLS, Plan, Point, TailOfModel
+from moetrt.bench.plan import FILES, TOOLS, Plan, Point, TailOfModel
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import find_plugin_library, library_sha256
@@ -57,7 +57,7 @@ def make_plan(
     Args:
         model_path: the mapped model.
         folder: where the benchmark's files will go.
-        tool: one of `moetrt.bench_plan.TOOLS`.
+        tool: one of `moetrt.bench.plan.TOOLS`.
         plugin_library: the library; None is the one that came with the package.
         minimum, optimum, maximum: as for `make_profile`; with none of them the profile spans the points and is tuned
             for the first.

@@ -1,8 +1,8 @@
 """The benchmark of a mapped model: the plugin against TensorRT's native layers of the same file, run and read.
 
 Where trtexec (or tensorrt_rtx) and a GPU are, the plan's commands are run one after the other; where there are only a
-GPU and TensorRT's Python module, `moetrt.bench_python` does the same through it; elsewhere bench.sh is written for the
-machine that has them, and its files are read back wherever the folder is.
+GPU and TensorRT's Python module, `moetrt.bench.python_runtime` does the same through it; elsewhere bench.sh is written
+for the machine that has them, and its files are read back wherever the folder is.
 """
 
 import json
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moetrt import trtexec
 from moetrt.backends import TENSORRT, TENSORRT_RTX, gpus, installed
-from moetrt.bench_model import Shapes, copy_library, make_plan, read_feeds, write_inputs
-from moetrt.bench_plan import (
+from moetrt.bench import trtexec
+from moetrt.bench.model import Shapes, copy_library, make_plan, read_feeds, write_inputs
+from moetrt.bench.plan import (
     MANIFEST,
     NATIVE,
     PLUGIN,
@@ -28,7 +28,8 @@ from moetrt.bench_plan import (
     read_manifest,
     script_text,
 )
-from moetrt.bench_result import BenchResult, Compared, Range, read_result
+from moetrt.bench.result import BenchResult, Compared, Range, read_result
+from moetrt.bench.trtexec_files import first_error
 from moetrt.console import Output
 from moetrt.errors import InputError
 from moetrt.files import check_distinct, existing_file, file_sha256, output_directory, write_atomically
@@ -36,8 +37,7 @@ from moetrt.library import library_sha256
 from moetrt.onnx_files import files_of, load_model
 from moetrt.provenance import command as command_line
 from moetrt.provenance import versions
-from moetrt.report_pages import page_files
-from moetrt.trtexec_files import first_error
+from moetrt.report.pages import page_files
 
 RESULT = "bench.json"
 
@@ -53,7 +53,7 @@ class Choice:
     """What a benchmark runs with.
 
     Attributes:
-        tool: one of `moetrt.bench_plan.TOOLS`.
+        tool: one of `moetrt.bench.plan.TOOLS`.
         executable: the program; None for the Python module, or where it is not to be had here.
         runs_here: whether this machine can run it.
         why: one line for people.
@@ -69,7 +69,7 @@ def choose_tool(tool: str) -> Choice:
     """What to run a benchmark with on this machine.
 
     Args:
-        tool: one of `moetrt.bench_plan.TOOLS`, or "auto": trtexec of whatever version is here, else tensorrt_rtx, else
+        tool: one of `moetrt.bench.plan.TOOLS`, or "auto": trtexec of whatever version is here, else tensorrt_rtx, else
             TensorRT's Python module; without a GPU, or with none of them, a script for trtexec.
 
     Raises:
@@ -354,14 +354,14 @@ def run_here(
     """Runs a plan on this machine, with the executable or the Python module that was chosen.
 
     Raises:
-        InputError: as `run_plan`, or as `moetrt.bench_python.run_plan`.
+        InputError: as `run_plan`, or as `moetrt.bench.python_runtime.run_plan`.
     """
     if choice.executable is not None:
         run_plan(plan, Path(folder), choice.executable, time_limit=time_limit, progress=progress)
     else:
-        from moetrt import bench_python
+        from moetrt.bench import python_runtime
 
-        bench_python.run_plan(plan, Path(folder), progress=progress)
+        python_runtime.run_plan(plan, Path(folder), progress=progress)
 
 
 def script_lines(plan: Plan, folder: str | os.PathLike[str]) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import cuda
 
 from moetrt.backends import Backend, choose, gpus
-from moetrt.bench_plan import NATIVE, PLUGIN, Plan, Point
+from moetrt.bench.plan import NATIVE, PLUGIN, Plan, Point
 from moetrt.engine import build_engine
 from moetrt.errors import InputError
 from moetrt.files import write_atomically

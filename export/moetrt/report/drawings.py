@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moetrt.report_graph import GraphNode, Operand, externals
+from moetrt.report.graph import GraphNode, Operand, externals
 
 Place = float | str
 Legend = Sequence[tuple[str, str]]

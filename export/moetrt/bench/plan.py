@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetrt import trtexec
+from moetrt.bench import trtexec
 from moetrt.errors import InputError
 from moetrt.files import existing_file
 from moetrt.profiles import Profile, Shape

@@ -113,6 +113,12 @@ def graph_facts(model: onnx.ModelProto, path: Path) -> GraphFacts:
     )
 
 
+def layer_label(name: str) -> str:
+    """A tail's name in a few words: "layer 3", where its name says so."""
+    key = layer_of(name)
+    return name if key is None else f"layer {key[1]}"
+
+
 def shape_text(dims: Iterable[int | str | None] | None) -> str:
     """A shape for people; "?" is what is not known."""
     return "[?]" if dims is None else f"[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"

@@ -12,12 +12,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from moetrt import report_drawings
 from moetrt.console import visible
 from moetrt.errors import InputError
 from moetrt.files import check_distinct, output_file, write_atomically
-from moetrt.report import FORMAT, BenchFacts, OutputParity, ParityFacts, Report, Spread, Timing, layer_label
-from moetrt.report_drawings import Drawing, Mark, Row, rows_plot, series_plot
+from moetrt.report import drawings
+from moetrt.report.drawings import Drawing, Mark, Row, rows_plot, series_plot
+from moetrt.report.facts import FORMAT, BenchFacts, OutputParity, ParityFacts, Report, Spread, Timing
+from moetrt.report.graph import layer_label
 
 PAGE = "report.html"
 
@@ -99,9 +100,9 @@ def html(report: Report) -> str:
         .render(
             report=report,
             before=picture
-            and report_drawings.before(picture.nodes, picture.site.inputs, picture.site.outputs, picture.constants),
+            and drawings.before(picture.nodes, picture.site.inputs, picture.site.outputs, picture.constants),
             after=picture
-            and report_drawings.after(
+            and drawings.after(
                 picture.site.operator or "", picture.site.inputs, picture.site.outputs, picture.site.attributes
             ),
             parity_plots=[parity_plots(facts) for facts in report.parity],
@@ -128,7 +129,7 @@ def _visible(value: object) -> object:
 
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("moetrt", "templates"),
+        loader=PackageLoader("moetrt.report", "templates"),
         autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
         finalize=_visible,
@@ -146,11 +147,11 @@ def _environment() -> Environment:
         "slug": lambda state: state.replace(" ", "-"),
         "attributes": lambda entries: ", ".join(f"{name} {value:g}" for name, value in entries.items()),
         "md": _escaped_markdown,
-        "short": lambda text: report_drawings.shortened(text, _LONGEST_LABEL),
+        "short": lambda text: drawings.shortened(text, _LONGEST_LABEL),
         "one_line": lambda text: " ".join(str(text).split()),
         "indented": lambda text: "\n".join(f"    {line}" for line in text.splitlines()),
     }
-    environment.globals["shape_path"] = report_drawings.shape_path
+    environment.globals["shape_path"] = drawings.shape_path
     return environment
 
 

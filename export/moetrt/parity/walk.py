@@ -16,18 +16,14 @@ import onnx_ir as ir
 import torch
 
 from moetrt.capture import MODEL_FILE, capture
-from moetrt.diagnosis import EXACT, Cause, Operation, differing, distance, explain, rounded
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named
 from moetrt.mapping import map_model
 from moetrt.onnx_files import data_files, load_model
-from moetrt.reference import reference
-from moetrt.runners import OrtRunner, session_of, side_by_side
-from moetrt.shapes import fill_in_types
-from moetrt.source import Source
-from moetrt.spec import FINALIZE_ADD_RMS_NORM
-from moetrt.tails import Tail, outputs_of, tails_of
-from moetrt.twins import (
+from moetrt.parity.diagnosis import EXACT, Cause, Operation, differing, distance, explain, rounded
+from moetrt.parity.runners import OrtRunner, session_of, side_by_side
+from moetrt.parity.tails import Tail, outputs_of, tails_of
+from moetrt.parity.twins import (
     TORCH_DTYPES,
     computed,
     evaluate,
@@ -36,7 +32,11 @@ from moetrt.twins import (
     frontier,
     half_dtype,
 )
-from moetrt.verdict import Errors, errors_of, number
+from moetrt.parity.verdict import Errors, errors_of, number
+from moetrt.reference import reference
+from moetrt.shapes import fill_in_types
+from moetrt.source import Source
+from moetrt.spec import FINALIZE_ADD_RMS_NORM
 
 WIRING = 1e-4
 """How far the float32 value that a tail reads may be from the original graph's: both graphs compute it from the same
@@ -55,7 +55,7 @@ class TailVerdict:
         index, name, operator: which.
         error: for each output, the root mean square of its difference in float64 over that of what it should be.
         unfused: for each output, the errors of the original graph's own operators in the model's dtype.
-        passed: whether every error is below `moetrt.diagnosis.EXACT`, and the roundings are the original's.
+        passed: whether every error is below `moetrt.parity.diagnosis.EXACT`, and the roundings are the original's.
         cause: what explains a failure best; empty where it passed or nothing explains it.
         left: the share of the error that the cause leaves.
     """

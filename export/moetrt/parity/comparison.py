@@ -18,14 +18,11 @@ from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
 from moetrt.onnx_files import load_model
-from moetrt.provenance import command, versions
-from moetrt.replay import draw_inputs, load_inputs
-from moetrt.runners import OrtRunner, Results, TorchRunner, session_of, side_by_side, tensorrt_runner
-from moetrt.shapes import fill_in_types
-from moetrt.source import Source, check_source
-from moetrt.tails import operands_from, run_tail, tails_of
-from moetrt.twins import TORCH_DTYPES, expose, float32_twin, half_dtype
-from moetrt.verdict import (
+from moetrt.parity.replay import draw_inputs, load_inputs
+from moetrt.parity.runners import OrtRunner, Results, TorchRunner, session_of, side_by_side, tensorrt_runner
+from moetrt.parity.tails import operands_from, run_tail, tails_of
+from moetrt.parity.twins import TORCH_DTYPES, expose, float32_twin, half_dtype
+from moetrt.parity.verdict import (
     GOLD,
     KERNEL,
     NATIVE,
@@ -38,7 +35,10 @@ from moetrt.verdict import (
     judge,
     step_of,
 )
-from moetrt.walk import Original, TailVerdict, Walk, capture_original, find_original
+from moetrt.parity.walk import Original, TailVerdict, Walk, capture_original, find_original
+from moetrt.provenance import command, versions
+from moetrt.shapes import fill_in_types
+from moetrt.source import Source, check_source
 
 FORMAT = "moetrt.parity/1"
 """What `ParityReport.as_dict` says it is."""
@@ -214,15 +214,15 @@ def compare(
     """Runs an ONNX file and the PyTorch model it came from on the same inputs, through Polygraphy's Comparator.
 
     PyTorch runs twice: as it is, and in float64 throughout, which is the gold. An output passes when its distance from
-    the gold is no more than `moetrt.verdict.WORST_FACTOR` (worst element) and `moetrt.verdict.RMS_FACTOR` (root mean
+    the gold is no more than `moetrt.parity.verdict.WORST_FACTOR` (worst element) and `RMS_FACTOR` there (root mean
     square) times PyTorch's own, plus one unit in the last place; and when its NaNs and infinities are PyTorch's.
 
     Each tail is compared by itself too, in its own dtype and on its values in the model: the file's function in ONNX
     Runtime, and the kernel in its host build.
 
-    Each tail is also held against the graph before mapping (`moetrt.walk`): the file that is named, or the exporter's
-    ``model.onnx`` beside the mapped file; where there is neither and the model differs, the source is exported anew. Of
-    a model that differs the report then names the first tail that is off and what explains it.
+    Each tail is also held against the graph before mapping (`moetrt.parity.walk`): the file that is named, or the
+    exporter's ``model.onnx`` beside the mapped file; where there is neither and the model differs, the source is
+    exported anew. Of a model that differs the report then names the first tail that is off and what explains it.
 
     A model in bfloat16 or float16 does not run whole in ONNX Runtime on a CPU, and a router's choice near a tie would
     differ by chance. There, the file and the model are compared as their float32 twins (the same graph and the same
@@ -237,7 +237,7 @@ def compare(
         plugin_library: that the engine was built with; True is the one that came with the package, None is none.
         backend: for the engines, as of `moetrt.backends.choose`.
         progress: called with one line at each step.
-        inputs: run on these in place of drawn ones; a path is of a file that `moetrt.replay.load_inputs` reads.
+        inputs: run on these in place of drawn ones; a path is of a file that `moetrt.parity.replay.load_inputs` reads.
         unmapped_path: the file before mapping: the unfused path, run beside the mapped one.
         experts_implementation: what the experts of a Transformers model run in PyTorch: "eager", "batched_mm" or
             "grouped_mm"; what they are set to where None. The float64 run is eager.

@@ -12,11 +12,11 @@ import torch
 from moetrt.errors import InputError
 from moetrt.library import KernelLibrary
 from moetrt.onnx_op import make_model, named_inputs, operator_of, read_attributes
+from moetrt.parity.runners import KernelRunner, OrtRunner, Results, TorchRunner, session_of, side_by_side
+from moetrt.parity.twins import TORCH_DTYPES, to_torch
+from moetrt.parity.verdict import GOLD, KERNEL, ORT, PYTORCH
 from moetrt.reference import reference
-from moetrt.runners import KernelRunner, OrtRunner, Results, TorchRunner, session_of, side_by_side
 from moetrt.spec import Operand, OperatorSpec
-from moetrt.twins import TORCH_DTYPES, to_torch
-from moetrt.verdict import GOLD, KERNEL, ORT, PYTORCH
 
 
 @dataclass(frozen=True, eq=False)

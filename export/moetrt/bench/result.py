@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetrt.bench_plan import MANIFEST, NATIVE, PLUGIN, Plan, Point, TailOfModel
+from moetrt.bench.plan import MANIFEST, NATIVE, PLUGIN, Plan, Point, TailOfModel
+from moetrt.bench.trtexec_files import Layer, Log, first_error, read_layers, read_log, read_profile, read_times
 from moetrt.errors import InputError
-from moetrt.trtexec_files import Layer, Log, first_error, read_layers, read_log, read_profile, read_times
 
 FORMAT = "moetrt.bench/1"
 
