@@ -231,6 +231,18 @@ def test_case28_a_failed_export_restores_the_model(monkeypatch: pytest.MonkeyPat
     assert not model.lm_head.training
 
 
+def test_a_model_that_pytorch_does_not_run() -> None:
+    """torch.export traces a product of two dtypes, and the file would be found invalid by the first that reads it."""
+    model = models.mixtral().half()
+    model.lm_head.float()
+    with pytest.raises(InputError) as caught:
+        capture(as_source(model))
+    assert str(caught.value).startswith(
+    """torch.export traces a product of two dtypes; the file would be found invalid by the first that reads it."""
+        "same dtype, but got: c10::Half != float; its ONNX graph is not valid either: "
+    )
+
+
 def test_a_module_that_cannot_be_exported(capfd: pytest.CaptureFixture[str]) -> None:
     from tests.models import wrong
 

@@ -57,6 +57,7 @@ def test_a_changed_cell_makes_the_page_stale(good: Family) -> None:
     ("name", "counts"),
     [
         ("deepseek_v3", (4, 3)),  # first_k_dense_replace 1
+        ("afmoe", (3, 2)),  # num_dense_layers 1
         ("llama4", (4, 2)),  # interleave_moe_layer_step 2
         ("qwen3_moe_sparse", (4, 2)),  # decoder_sparse_step 2
         ("mixtral", (2, 2)),
@@ -92,6 +93,11 @@ def one_site_without_its_norm(variant: Variant) -> dict[str, object]:
     return {"sites": (dataclasses.replace(first, matched=False, operator="MoEFinalizeAdd", reason="no norm"), *others)}
 
 
+def all_sites_without_their_norm(variant: Variant) -> dict[str, object]:
+    declined = {"matched": False, "operator": "MoEFinalizeAdd", "reason": "no norm"}
+    return {"sites": tuple(dataclasses.replace(site, **declined) for site in variant.sites)}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -99,7 +105,16 @@ def one_site_without_its_norm(variant: Variant) -> dict[str, object]:
         (lambda row: dataclasses.replace(row, moe_layers=1), "1 MoE layers; a family is tried with 2 or more"),
         (lambda row: dataclasses.replace(row, new_experts=(4, 0)), "hit [4, 0] experts that the example missed"),
         (lambda row: dataclasses.replace(row, new_experts=()), "hit [] experts that the example missed"),
-        (lambda row: dataclasses.replace(row, layer_norm=True), "became MoEFinalizeAddRMSNorm; the model's norms are"),
+        (
+            lambda row: dataclasses.replace(row, other_norm="LayerNorm"),
+            "became MoEFinalizeAddRMSNorm; the model has LayerNorm",
+        ),
+        (
+            lambda row: dataclasses.replace(
+                changed(row, **all_sites_without_their_norm(row.variants["fp32"])), other_norm="sandwich norm"
+            ),
+            "declined its norm without naming sandwich norm: no norm",
+        ),
         (lambda row: dataclasses.replace(row, error="fp16: no translation"), "fp16: no translation"),
         (lambda row: changed(row, sites=row.variants["fp32"].sites[1:]), "fp32: 1 tails found, for 2 MoE layers"),
         (

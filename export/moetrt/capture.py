@@ -16,7 +16,7 @@ from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
 from moetrt.files import as_path, output_directory, output_file
 from moetrt.huggingface import CausalLM
-from moetrt.mapping import TAILS_EXPECTED, sort_topk
+from moetrt.mapping import TAILS_EXPECTED, inference_problem, sort_topk
 from moetrt.onnx_files import data_path_of, save_model
 from moetrt.onnx_op import attach_functions, named_inputs, operator_of, translation_table
 from moetrt.quiet import quiet
@@ -160,6 +160,9 @@ def capture(
     _check_operators(model)
     sort_topk(model)
     attach_functions(model)
+    problem = inference_problem(model)
+    if problem is not None:
+        _check_that_it_runs(source, problem)
     if source.tails_expected is not None:
         model.metadata_props[TAILS_EXPECTED] = str(source.tails_expected)
     return model
@@ -221,6 +224,18 @@ def _translate(source: Source, dynamic: Mapping[str, Mapping[int, str]], opset: 
             f"its source names {len(source.output_names)}: {', '.join(source.output_names)}"
         )
     return model
+
+
+def _check_that_it_runs(source: Source, problem: str) -> None:
+    """torch traces with tensors that have no values, which some operators take in dtypes that they do not compute."""
+    try:
+        with quiet(), torch.no_grad(), _inference(source.module):
+            source.module(*source.example_inputs.values())
+    except Exception as error:
+        raise InputError(
+            f"{source.description} does not run in PyTorch on its example inputs: {_cause(error)}; its ONNX graph is "
+            f"not valid either: {problem}"
+        ) from error
 
 
 def _check_sizes(source: Source, dynamic: Mapping[str, Mapping[int, str]]) -> None:

@@ -91,7 +91,8 @@ class Family:
         model: the class.
         layers: of the model.
         moe_layers: how many of them are MoE layers.
-        layer_norm: whether the model's norms are LayerNorm, which the operator is not.
+        other_norm: what the model has, by its modules, in place of the operator's residual add and RMSNorm; None where
+            it has just these.
         new_experts: for each MoE layer, how many experts the compared tokens hit that the example had missed.
         variants: by dtype.
         error: what ended the run early.
@@ -101,7 +102,7 @@ class Family:
     model: str = ""
     layers: int = 0
     moe_layers: int = 0
-    layer_norm: bool = False
+    other_norm: str | None = None
     new_experts: tuple[int, ...] = ()
     variants: Mapping[str, Variant] = dataclasses.field(default_factory=dict)
     error: str | None = None
@@ -138,12 +139,13 @@ class Family:
         if variant.native_plugin_layers:
             yield f"{variant.native_plugin_layers} plugin layers in the engine without the plugin"
         for site in variant.sites:
-            if self.layer_norm and site.operator != FINALIZE_ADD.name:
-                yield f"'{site.name}' became {site.operator or 'nothing'}; the model's norms are LayerNorm"
-            elif self.layer_norm and "LayerNorm" not in (site.reason or ""):
-                yield f"'{site.name}' declined its norm without naming LayerNorm: {site.reason}"
-            elif not self.layer_norm and (not site.matched or site.operator != FINALIZE_ADD_RMS_NORM.name):
-                yield f"'{site.name}' {site.became}"
+            if self.other_norm is None:
+                if not site.matched or site.operator != FINALIZE_ADD_RMS_NORM.name:
+                    yield f"'{site.name}' {site.became}"
+            elif site.operator != FINALIZE_ADD.name:
+                yield f"'{site.name}' became {site.operator or 'nothing'}; the model has {self.other_norm}"
+            elif self.other_norm not in (site.reason or ""):
+                yield f"'{site.name}' declined its norm without naming {self.other_norm}: {site.reason}"
         if len(variant.parity) != len(SHAPES):
             yield f"compared on {len(variant.parity)} shapes; {len(SHAPES)} are wanted"
         for output in variant.parity:
@@ -251,9 +253,17 @@ def _said_by_the_model(name: str, source: Source) -> Family:
         model=source.description,
         layers=layers,
         moe_layers=moe_layers,
-        layer_norm=any(isinstance(module, torch.nn.LayerNorm) for module in source.module.modules()),
+        other_norm=_other_norm(source.module, config),
         new_experts=tuple(len(now - before) for now, before in zip(compared, example, strict=True)),
     )
+
+
+def _other_norm(module: torch.nn.Module, config: Any) -> str | None:
+    if any(isinstance(part, torch.nn.LayerNorm) for part in module.modules()):
+        return "LayerNorm"
+    if any(name.endswith("post_mlp_layernorm") for name, _ in module.named_modules()):  # Afmoe
+        return "sandwich norm"
+    return "hyper-connections" if hasattr(config, "hc_mult") else None  # DeepSeek-V4
 
 
 def layer_counts(config: Any) -> tuple[int, int]:
@@ -267,6 +277,8 @@ def layer_counts(config: Any) -> tuple[int, int]:
     if getattr(config, "decoder_sparse_step", None):  # Qwen
         skipped = config.mlp_only_layers
         return len(layers), sum((i + 1) % config.decoder_sparse_step == 0 and i not in skipped for i in layers)
+    if getattr(config, "num_dense_layers", None):  # Afmoe
+        return len(layers), len(layers) - config.num_dense_layers
     return len(layers), len(layers) - getattr(config, "first_k_dense_replace", 0)  # DeepSeek, GLM
 
 

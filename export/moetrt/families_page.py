@@ -32,7 +32,7 @@ as it should be.
 |---|---|
 | layers, MoE | how many layers the model's config says it has, and how many of them are MoE layers |
 | mapped | tails that became a plugin node, as many as MoE layers; the graph is not asked how many there should be |
-| norm | the RMSNorm after the MoE layer is in the node; LayerNorm is not in the operator, and stays TensorRT's own |
+| norm | the residual add and RMSNorm are in the node; what a model has in their place stays TensorRT's own |
 | ONNX Runtime | against PyTorch by the rule of `moetrt compare`, batch and seq being {shapes}; see below |
 | plugin | plugin layers in TensorRT-RTX's network of the file, with the plugin library and without it |
 | optional inputs | of the plugin node |
@@ -68,7 +68,7 @@ def cells(row: Family) -> tuple[str, ...]:
         str(row.layers),
         str(row.moe_layers),
         _each({dtype: str(variant.mapped) for dtype, variant in variants.items()}),
-        "LayerNorm" if row.layer_norm else "in the node",
+        row.other_norm or "in the node",
         _each({dtype: "agrees" if variant.agrees else "DIFFERS" for dtype, variant in variants.items()}),
         _each({dtype: f"{v.plugin_layers} / {v.native_plugin_layers}" for dtype, v in variants.items()}),
         ", ".join(shown.inputs) if shown else "",

@@ -4,12 +4,16 @@ from typing import Any
 
 import torch
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     DbrxConfig,
     DbrxForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -294,6 +298,52 @@ def phimoe() -> PreTrainedModel:
         rope_parameters=longrope,
     )
     return randomized(PhimoeForCausalLM, config)
+
+
+def afmoe() -> PreTrainedModel:
+    """Arcee's, 1 dense and 2 MoE layers of 8 experts: sigmoid routing, a shared expert; norms around each sublayer."""
+    config = AfmoeConfig(
+        **{**SMALL, "num_hidden_layers": 3},
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_shared_experts=1,
+        moe_intermediate_size=32,
+        head_dim=16,
+    )
+    return randomized(AfmoeForCausalLM, config)
+
+
+def deepseek_v4() -> PreTrainedModel:
+    """2 MoE layers of 8 experts, 3 chosen, by a table of tokens and by top-k; hyper-connections of 2 streams."""
+    config = DeepseekV4Config(
+        vocab_size=96,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        # The other kinds do not run in float16: Transformers keeps some of their layers in float32.
+        layer_types=["sliding_attention", "sliding_attention"],
+        partial_rotary_factor=0.5,
+        q_lora_rank=24,
+        o_groups=2,
+        o_lora_rank=8,
+        mlp_layer_types=["hash_moe", "moe"],
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+    )
+    model = randomized(DeepseekV4ForCausalLM, config)
+    tokens = torch.arange(config.vocab_size)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):  # token to experts; all zeros in a fresh model
+            table.copy_((tokens[:, None] + torch.tensor([0, 3, 5])) % config.n_routed_experts)
+    return model
 
 
 def dbrx() -> PreTrainedModel:
