@@ -100,6 +100,15 @@ def test_name_that_trtexec_cannot_take_is_refused(name: str) -> None:
         trtexec.shapes_text({name: (1,)})
 
 
+def test_files_of_inputs_are_spelled_as_trtexec_takes_them() -> None:
+    inputs = {"ids": "a=b/ids.bin", "x:0": "x.bin", "y": "c:d/y.bin"}
+    # Without quotes the name would reach to the last colon.
+    assert trtexec.inputs_text(inputs) == "ids:a=b/ids.bin,'x:0':x.bin,'y':c:d/y.bin"
+    for file in ("a,b.bin", "it's.bin"):
+        with pytest.raises(InputError, match=r"^file '.*' of input 'x' has a comma or a quote in its path"):
+            trtexec.inputs_text({"x": file})
+
+
 def test_text_is_what_a_shell_takes() -> None:
     command = trtexec.build_command("my model.onnx", "m.engine", plugin_library="/opt/lib/a.so", profile=PROFILE)
     assert shlex.split(trtexec.command_text(command).replace("\\\n", " ")) == command
