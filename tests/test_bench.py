@@ -228,6 +228,27 @@ def test_warnings_of_trtexec_are_passed_on(planted: Planted, run: Run, capsys: p
     assert "note: CUDA graph capture failed." in capsys.readouterr().out
 
 
+def test_warnings_that_differ_in_numbers_are_passed_on_once(planted: Planted, run: Run) -> None:
+    planted.save(warning="* GPU compute time is unstable, with coefficient of variance = {run}.25%.")
+    assert run()["notes"] == [
+        "* GPU compute time is unstable, with coefficient of variance = 0.25%. "
+        "(and 3 more with other numbers: see the logs)"
+    ]
+
+
+@pytest.mark.parametrize(("milliseconds", "coarse"), [(0.0014, True), (0.0017, False)])
+def test_query_that_is_short_beside_the_steps_of_its_time(
+    planted: Planted, run: Run, milliseconds: float, coarse: bool
+) -> None:
+    # The stand-in's queries begin 200 ms into the run, where 32-bit floats are 2^-16 ms apart.
+    planted.content["plugin"]["compute_ms"] = milliseconds
+    planted.save()
+    notes = [note for note in run()["notes"] if "in steps of" in note]
+    assert len(notes) == coarse
+    if coarse:
+        assert notes[0].startswith("a plugin query of point 1 takes 1.4 us, told in steps of 0.015 us")
+
+
 def test_bandwidth_comes_from_the_log(run: Run) -> None:
     bandwidth = run()["bandwidth"]
     # 5120 bits at 2.5 GHz, twice a clock.
