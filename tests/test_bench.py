@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -518,6 +519,20 @@ class TestScript:
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout if code == 0 else done.stderr
+
+    def test_lines_that_are_printed_run_where_the_folder_has_a_blank(
+        self, planted: Planted, mapped_block: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "my out"
+        words = ["--repeats", "1", "--point", *POINT.split(), "--script"]
+        assert cli.run(["bench", str(mapped_block), "-o", str(folder), *words]) == 0
+        lines = [shlex.split(line.partition(":  ")[2]) for line in capsys.readouterr().out.splitlines()]
+        program, script = next(line for line in lines if line[:1] == ["bash"])
+        assert (program, script) == ("bash", str(folder / SCRIPT))
+        self.bash(folder)
+        read = next(line for line in lines if line[:1] == ["moetrt"])
+        assert cli.run(read[1:]) == 0
+        assert (folder / "bench.json").is_file()
 
     def test_gives_the_same_figures(self, folder: Path, mapped_block: Path, run: Run) -> None:
         said = self.bash(folder)
