@@ -16,8 +16,10 @@ import torch
 
 from moetrt import bench, cli
 from moetrt.backends import Gpu
+from moetrt.bench_model import _check_feeds
 from moetrt.bench_plan import MANIFEST, SCRIPT, read_manifest
 from moetrt.bench_result import Layer, TailOfModel, attribute
+from moetrt.errors import InputError
 from tests.test_engine import one_tail, save
 from tests.trtexec_stand_in import DEVICE, VARIABLE, install
 
@@ -248,6 +250,15 @@ def test_query_that_is_short_beside_the_steps_of_its_time(
     assert len(notes) == coarse
     if coarse:
         assert notes[0].startswith("a plugin query of point 1 takes 1.4 us, told in steps of 0.015 us")
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.BOOL, ir.DataType.INT64])
+def test_inputs_of_another_width_are_refused(dtype: ir.DataType) -> None:
+    """trtexec itself takes a file of twice the size, and reads half of it."""
+    given = {"x": ir.Value(name="x", type=ir.TensorType(dtype), shape=ir.Shape([2]))}
+    wide = {"x": torch.ones(2, dtype=torch.int16)}
+    with pytest.raises(InputError, match=r"^the inputs have 'x' as torch\.int16; the model takes torch\."):
+        _check_feeds(given, [], [wide], "the inputs")
 
 
 def test_bandwidth_comes_from_the_log(run: Run) -> None:

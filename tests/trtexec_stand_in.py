@@ -1,6 +1,6 @@
 """A stand-in for trtexec: takes the options that its version takes, and writes the files that it writes.
 
-The options were read from trtexec's option parsers, 10.8 to 11.1; the layout of the files from its reporting code. What
+The options are those of trtexec's option parsers, 10.8 to 11.1; the layout of the files is its reporting code's. What
 a run costs is planted: the variable TRTEXEC_STAND_IN names a JSON file with the version, and for each way ("plugin" or
 "native", after the engine that is loaded) the time of a query and the layers with their times.
 
@@ -335,6 +335,8 @@ def _run(planted: dict[str, Any], version: Version, options: dict[str, str], lib
     if sorted(shapes(options.get("--shapes", ""))) != sorted(engine["dynamic"]):
         raise Refused("stand-in: --shapes are not those of the dynamic inputs")
     for name, file in pairs(options.get("--loadInputs", "")).items():
+        if name not in planted["inputs"]:
+            raise Refused("Invalid tensor names found in --loadInputs flag.")
         if Path(file).stat().st_size != planted["inputs"][name]:
             raise Refused(f"Unexpected file size for input file: {file}.")
     failure, way = planted["failure"], engine["way"]

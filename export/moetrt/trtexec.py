@@ -1,7 +1,8 @@
 """Command lines for TensorRT's own executables: trtexec 10 and 11, and TensorRT-RTX's tensorrt_rtx.
 
-The option names were read from trtexec's sources (10.8 to 11.1) and from TensorRT-RTX's documentation. The one spelling
-that NVIDIA documents for trtexec alone and that tensorrt_rtx is taken to share is ``--dynamicPlugins``.
+The option names are those of trtexec's sources, 10.8 to 11.1 (`benchmarks.trtexec_sources` has their own parser read
+these lines), and of TensorRT-RTX's documentation. The one spelling that NVIDIA documents for trtexec alone and that
+tensorrt_rtx is taken to share is ``--dynamicPlugins``.
 """
 
 import os
