@@ -13,7 +13,7 @@ OUT ?= out/demo
 # A file is rebuilt when one of these changes. PLUGIN_SOURCES and PYTHON_SOURCES are what the installed package is made of.
 PLUGIN_SOURCES := $(shell find plugins -type f -not -name '*.pyc')
 PYTHON_SOURCES := $(shell find export -type f -not -name '*.pyc')
-CXX_SOURCES := $(shell find plugins tests -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \))
+CXX_SOURCES := $(shell find benchmarks plugins tests -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import torch
 from moetrt import cli
 from moetrt.backends import Gpu
 from moetrt.bench import benchmark, trtexec
+from moetrt.bench.model import _check_feeds
 from moetrt.bench.plan import MANIFEST, SCRIPT, read_manifest
 from moetrt.bench.result import Layer, TailOfModel, attribute
+from moetrt.errors import InputError
 from tests.test_engine import one_tail, save
 from tests.trtexec_stand_in import DEVICE, VARIABLE, install
 
@@ -227,6 +230,36 @@ def test_warnings_of_trtexec_are_passed_on(planted: Planted, run: Run, capsys: p
     planted.save(warning="CUDA graph capture failed.")
     assert run()["notes"] == ["CUDA graph capture failed."]
     assert "note: CUDA graph capture failed." in capsys.readouterr().out
+
+
+def test_warnings_that_differ_in_numbers_are_passed_on_once(planted: Planted, run: Run) -> None:
+    planted.save(warning="* GPU compute time is unstable, with coefficient of variance = {run}.25%.")
+    assert run()["notes"] == [
+        "* GPU compute time is unstable, with coefficient of variance = 0.25%. "
+        "(and 3 more with other numbers: see the logs)"
+    ]
+
+
+@pytest.mark.parametrize(("milliseconds", "coarse"), [(0.0014, True), (0.0017, False)])
+def test_query_that_is_short_beside_the_steps_of_its_time(
+    planted: Planted, run: Run, milliseconds: float, coarse: bool
+) -> None:
+    # The stand-in's queries begin 200 ms into the run, where 32-bit floats are 2^-16 ms apart.
+    planted.content["plugin"]["compute_ms"] = milliseconds
+    planted.save()
+    notes = [note for note in run()["notes"] if "in steps of" in note]
+    assert len(notes) == coarse
+    if coarse:
+        assert notes[0].startswith("a plugin query of point 1 takes 1.4 us, told in steps of 0.015 us")
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.BOOL, ir.DataType.INT64])
+def test_inputs_of_another_width_are_refused(dtype: ir.DataType) -> None:
+    """trtexec itself takes a file of twice the size, and reads half of it."""
+    given = {"x": ir.Value(name="x", type=ir.TensorType(dtype), shape=ir.Shape([2]))}
+    wide = {"x": torch.ones(2, dtype=torch.int16)}
+    with pytest.raises(InputError, match=r"^the inputs have 'x' as torch\.int16; the model takes torch\."):
+        _check_feeds(given, [], [wide], "the inputs")
 
 
 def test_bandwidth_comes_from_the_log(run: Run) -> None:
@@ -498,6 +531,20 @@ class TestScript:
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout if code == 0 else done.stderr
+
+    def test_lines_that_are_printed_run_where_the_folder_has_a_blank(
+        self, planted: Planted, mapped_block: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "my out"
+        words = ["--repeats", "1", "--point", *POINT.split(), "--script"]
+        assert cli.run(["bench", str(mapped_block), "-o", str(folder), *words]) == 0
+        lines = [shlex.split(line.partition(":  ")[2]) for line in capsys.readouterr().out.splitlines()]
+        program, script = next(line for line in lines if line[:1] == ["bash"])
+        assert (program, script) == ("bash", str(folder / SCRIPT))
+        self.bash(folder)
+        read = next(line for line in lines if line[:1] == ["moetrt"])
+        assert cli.run(read[1:]) == 0
+        assert (folder / "bench.json").is_file()
 
     def test_gives_the_same_figures(self, folder: Path, mapped_block: Path, run: Run) -> None:
         said = self.bash(folder)

@@ -238,7 +238,7 @@ def test_a_model_that_pytorch_does_not_run() -> None:
     with pytest.raises(InputError) as caught:
         capture(as_source(model))
     assert str(caught.value).startswith(
-    """torch.export traces a product of two dtypes; the file would be found invalid by the first that reads it."""
+        """torch.export traces a product of two dtypes; the file would be found invalid by the first that reads it."""
         "same dtype, but got: c10::Half != float; its ONNX graph is not valid either: "
     )
 

@@ -1,5 +1,6 @@
 """Inputs of a comparison: drawn as the contract has them, kept, and replayed by moetrt, Polygraphy and trtexec."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -128,9 +129,30 @@ def test_raw_files_hold_the_numbers_and_nothing_else(tmp_path: Path) -> None:
     assert paths["scope/x:0"].read_bytes() == bits(feed["scope/x:0"])
     assert np.array_equal(np.fromfile(paths["ids"], np.int64).reshape(2, 3), feed["ids"].numpy())
     folder = tmp_path / "raw"
-    assert trtexec_argument(paths) == f"--loadInputs='scope/x:0':{folder}/scope_x_0.bin,'ids':{folder}/ids.bin"
+    # As the shell takes it, so that the quotes reach trtexec.
+    assert shlex.split(trtexec_argument(paths)) == [
+        f"--loadInputs='scope/x:0':{folder}/scope_x_0.bin,ids:{folder}/ids.bin"
+    ]
+    with_blank = save_raw({"ids": torch.ones(1)}, tmp_path / "a b")
+    assert shlex.split(trtexec_argument(with_blank)) == [f"--loadInputs=ids:{tmp_path}/a b/ids.bin"]
     with pytest.raises(InputError, match=r"^inputs 'a:b' and another would both be written to '.*a_b\.bin'$"):
         save_raw({"a/b": torch.ones(1), "a:b": torch.ones(1)}, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "said"),
+    [
+        ("a,b", "raw", "input 'a,b' has a comma or a quote in its name"),
+        ("x", "r,aw", "of input 'x' has a comma or a quote in its path"),
+        ("x", "it's", "of input 'x' has a comma or a quote in its path"),
+    ],
+)
+def test_raw_files_that_trtexec_could_not_name_are_not_written(
+    name: str, folder: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=said):
+        save_raw({name: torch.ones(1)}, tmp_path / folder)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "not json", '{"x": 1}', "[]", '[{"x": 1}]', "[3]"])
@@ -158,7 +180,7 @@ def test_kept_inputs_are_replayed_by_compare_and_by_polygraphy(
     first = said(capsys, *common, "--seed", 7, "--shapes", "x:9x64", "residual:9x64", "--save-inputs", inputs,
                  "--save-inputs-raw", folder, "--json", report)  # fmt: skip
     assert f"inputs: {inputs}" in first
-    assert f"inputs: --loadInputs='x':{folder}/x.bin,'residual':{folder}/residual.bin" in first
+    assert f"inputs: --loadInputs=x:{folder}/x.bin,residual:{folder}/residual.bin" in first
     assert f"report: {report}" in first
     assert '"command": "moetrt compare ' in report.read_text()
     second = said(capsys, *common, "--load-inputs", inputs)

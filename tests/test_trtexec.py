@@ -7,7 +7,7 @@ import pytest
 
 from moetrt.bench import trtexec
 from moetrt.errors import InputError
-from tests.trtexec_stand_in import MANY, OPTIONS, Refused, install, parse
+from tests.trtexec_stand_in import MANY, OPTIONS, Refused, install, pairs, parse, shapes
 
 # The versions that each tool stands for. TensorRT-RTX's executable has the defaults of trtexec 11.
 VERSIONS = {
@@ -54,17 +54,25 @@ def test_options_exist_and_are_not_deprecated_in_that_version(key: str, version:
 
 def test_table_tells_options_and_versions_apart() -> None:
     for words, version in (
-        (["--exportTime=t.json"], (11, 1)),
-        (["--noCudaGraph"], (10, 16)),
-        (["--fp16"], (11, 0)),
+        (["--onnx=a", "--exportTime=t.json"], (11, 1)),
+        (["--onnx=a", "--noCudaGraph"], (10, 16)),
+        (["--onnx=a", "--fp16"], (11, 0)),
         (["--onnx"], (11, 0)),
-        (["--useCudaGraph=1"], (10, 8)),
+        (["--onnx=a", "--useCudaGraph=1"], (10, 8)),
         (["--onnx=a", "--onnx=b"], (10, 8)),
+        (["--loadEngine=a", "--saveEngine=b"], (11, 1)),
+        (["--skipInference"], (11, 1)),
+        (["--onnx=a", "--shapes=x:2xN"], (11, 1)),
+        (["--onnx=a", "--shapes=it's:2"], (11, 1)),
+        (["--onnx=a", "--duration=long"], (11, 1)),
+        (["--onnx=a", "--profilingVerbosity=high"], (11, 1)),
     ):
         with pytest.raises(Refused):
             parse(words, version)
-    assert parse(["--useCudaGraph"], (11, 0))[2] == ["--useCudaGraph is deprecated."]
-    assert parse(["--useCudaGraph"], (10, 16))[2] == []
+    assert parse(["--onnx=a", "--useCudaGraph"], (11, 0))[2] == ["--useCudaGraph is deprecated."]
+    assert parse(["--onnx=a", "--useCudaGraph"], (10, 16))[2] == []
+    assert pairs("a:b:2x3,'c:d':e:f") == {"a:b": "2x3", "c:d": "e:f"}
+    assert shapes("x:2x3,y:scalar") == {"x": [2, 3], "y": []}
     assert OPTIONS["--dynamicPlugins"].kind == MANY
 
 
@@ -98,6 +106,16 @@ def test_shapes_are_spelled_as_trtexec_takes_them() -> None:
 def test_name_that_trtexec_cannot_take_is_refused(name: str) -> None:
     with pytest.raises(InputError, match="a comma or a quote"):
         trtexec.shapes_text({name: (1,)})
+
+
+def test_files_of_inputs_are_spelled_as_trtexec_takes_them() -> None:
+    inputs = {"ids": "a=b/ids.bin", "x:0": "x.bin", "y": "c:d/y.bin"}
+    # Without quotes the name would reach to the last colon.
+    assert trtexec.inputs_text(inputs) == "ids:a=b/ids.bin,'x:0':x.bin,'y':c:d/y.bin"
+    assert pairs(trtexec.inputs_text(inputs)) == inputs
+    for file in ("a,b.bin", "it's.bin"):
+        with pytest.raises(InputError, match=r"^file '.*' of input 'x' has a comma or a quote in its path"):
+            trtexec.inputs_text({"x": file})
 
 
 def test_text_is_what_a_shell_takes() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moetrt.bench.trtexec_files import (
@@ -25,6 +26,15 @@ def test_times(tmp_path: Path) -> None:
     times = read_times(path)
     # Six digits are what trtexec prints.
     assert times.compute_ms == times.latency_ms == (0.125, 0.25, 1.23457e6)
+    assert times.end_ms == 1.23477e6
+
+
+@pytest.mark.parametrize("milliseconds", [0.25, 2999.0, 60000.0])
+def test_step_is_that_of_a_32_bit_float(milliseconds: float, tmp_path: Path) -> None:
+    write_times(tmp_path / "t.json", [milliseconds])
+    times = read_times(tmp_path / "t.json")
+    assert times.end_ms == pytest.approx(200 + milliseconds, rel=1e-5)
+    assert times.step_ms == np.spacing(np.float32(times.end_ms))
 
 
 def test_profile_begins_with_its_count(tmp_path: Path) -> None:
@@ -46,7 +56,17 @@ def test_percentage_of_nothing_is_nan_and_does_no_harm(tmp_path: Path) -> None:
     assert read_profile(path).total_ms == 0
 
 
-@pytest.mark.parametrize("name", ['PWN("quoted")', "back\\slash", "\\new", '{ForeignNode[a...b]}, " : nan }'])
+@pytest.mark.parametrize(
+    "name",
+    [
+        'PWN("quoted")',
+        "back\\slash",
+        "\\new",
+        '{ForeignNode[a...b]}, " : nan }',
+        'größe" \u2028 \x1e \x85',
+        'a", "timeMs" : 1',
+    ],
+)
 def test_names_are_written_without_escapes(tmp_path: Path, name: str) -> None:
     path = tmp_path / "p.json"
     write_profile(path, [(name, 0.25), ("b", 0.5)])

@@ -1,6 +1,6 @@
 """A stand-in for trtexec: takes the options that its version takes, and writes the files that it writes.
 
-The options were read from trtexec's option parsers, 10.8 to 11.1; the layout of the files from its reporting code. What
+The options are those of trtexec's option parsers, 10.8 to 11.1; the layout of the files is its reporting code's. What
 a run costs is planted: the variable TRTEXEC_STAND_IN names a JSON file with the version, and for each way ("plugin" or
 "native", after the engine that is loaded) the time of a query and the layers with their times.
 
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ class Option:
 OPTIONS = {
     "--allocationStrategy": Option((10, 8), VALUE),
     "--avgRuns": Option((10, 8), VALUE),
-    "--best": Option((10, 8), FLAG, gone=(11, 0)),
-    "--bf16": Option((10, 8), FLAG, gone=(11, 0)),
+    "--best": Option((10, 8), FLAG, deprecated=(10, 14), gone=(11, 0)),
+    "--bf16": Option((10, 8), FLAG, deprecated=(10, 14), gone=(11, 0)),
     "--builderOptimizationLevel": Option((10, 8), VALUE),
     "--cpuOnly": Option((10, 15), FLAG),
     "--device": Option((10, 8), VALUE),
@@ -61,15 +61,15 @@ OPTIONS = {
     "--exportProfile": Option((10, 8), VALUE),
     "--exportTimes": Option((10, 8), VALUE),
     "--exposeDMA": Option((10, 8), FLAG),
-    "--fp16": Option((10, 8), FLAG, gone=(11, 0)),
-    "--fp8": Option((10, 8), FLAG, gone=(11, 0)),
+    "--fp16": Option((10, 8), FLAG, deprecated=(10, 14), gone=(11, 0)),
+    "--fp8": Option((10, 8), FLAG, deprecated=(10, 14), gone=(11, 0)),
     "--idleTime": Option((10, 8), VALUE),
     "--ignoreParsedPluginLibs": Option((10, 8), FLAG),
     "--includeDataTransfers": Option((11, 0), FLAG),
     "--infStreams": Option((10, 8), VALUE),
     "--inputIOFormats": Option((10, 8), VALUE),
-    "--int4": Option((10, 8), FLAG, gone=(11, 0)),
-    "--int8": Option((10, 8), FLAG, gone=(11, 0)),
+    "--int4": Option((10, 8), FLAG, deprecated=(10, 14), gone=(11, 0)),
+    "--int8": Option((10, 8), FLAG, deprecated=(10, 14), gone=(11, 0)),
     "--iterations": Option((10, 8), VALUE),
     "--layerOutputTypes": Option((10, 8), VALUE, gone=(11, 0)),
     "--layerPrecisions": Option((10, 8), VALUE, gone=(11, 0)),
@@ -103,7 +103,7 @@ OPTIONS = {
     "--sleepTime": Option((10, 8), VALUE),
     "--staticPlugins": Option((10, 8), MANY),
     "--streams": Option((10, 8), VALUE, deprecated=(10, 8)),
-    "--stronglyTyped": Option((10, 8), FLAG, deprecated=(11, 0)),
+    "--stronglyTyped": Option((10, 8), FLAG),
     "--threads": Option((10, 8), FLAG),
     "--timeDeserialize": Option((10, 8), FLAG),
     "--timingCacheFile": Option((10, 8), VALUE),
@@ -127,7 +127,8 @@ def parse(words: Sequence[str], version: Version) -> tuple[dict[str, str], list[
     """The options with their values, the libraries of --dynamicPlugins, and warnings.
 
     Raises:
-        Refused: an option that this version has not, twice, or with a value where it takes none or the reverse.
+        Refused: an option that this version has not, twice, or with a value where it takes none or the reverse; a value
+            that it does not take; or neither a model nor an engine, or both an engine to load and one to save.
     """
     found: dict[str, str] = {}
     libraries: list[str] = []
@@ -146,7 +147,62 @@ def parse(words: Sequence[str], version: Version) -> tuple[dict[str, str], list[
         if name == "--dynamicPlugins":
             libraries.append(value)
         found[name] = value
+        for spelled, check in _VALUES.items():
+            if name in spelled:
+                check(value)
+    if "--loadEngine" in found and "--saveEngine" in found:
+        raise Refused("Incompatible load and save engine options selected")
+    if "--loadEngine" not in found and "--onnx" not in found:
+        raise Refused("Model missing or format not recognized")
     return found, libraries, warnings
+
+
+def pairs(text: str) -> dict[str, str]:
+    """Names with values, a comma between two: a name ends at its quotes, else at the last colon.
+
+    Raises:
+        Refused: one that begins a quote and does not end it, or the like.
+    """
+    found: dict[str, str] = {}
+    for part in text.split(",") if text else []:
+        quotes = part.split("'")
+        if len(quotes) not in (1, 3):
+            raise Refused(f"Found invalid number of 's when parsing {part}. Expected: 2, received: {len(quotes) - 1}.")
+        name, _, value = part.rpartition(":") if len(quotes) == 1 else (quotes[0] + quotes[1], "", quotes[2][1:])
+        found[name] = value
+    return found
+
+
+def shapes(text: str) -> dict[str, list[int]]:
+    """Names with sizes; "scalar" has none.
+
+    Raises:
+        Refused: as of `pairs`, or a size is no number.
+    """
+    return {
+        name: [int(_number(size)) for size in sizes.split("x")] if sizes != "scalar" else []
+        for name, sizes in pairs(text).items()
+    }
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise Refused("stof") from None
+
+
+def _verbosity(text: str) -> None:
+    if text not in ("layer_names_only", "none", "detailed"):
+        raise Refused(f"Unknown profilingVerbosity: {text}")
+
+
+_VALUES: dict[tuple[str, ...], Callable[[str], object]] = {
+    ("--minShapes", "--optShapes", "--maxShapes", "--shapes"): shapes,
+    ("--loadInputs", "--loadRefOutputs"): pairs,
+    ("--avgRuns", "--duration", "--infStreams", "--iterations", "--streams", "--warmUp"): _number,
+    ("--profilingVerbosity",): _verbosity,
+}
 
 
 def number(value: float) -> str:
@@ -190,7 +246,7 @@ def write_profile(path: Path, layers: Sequence[tuple[str, float]], *, count: int
             f', {{ "name" : "{name}", "timeMs" : {number(ms * count)}, "averageMs" : {number(ms)}, '
             f'"medianMs" : {number(ms)}, "percentage" : {share} }}'
         )
-    path.write_text("\n".join([*lines, "]"]) + "\n")
+    path.write_text("\n".join([*lines, "]"]) + "\n", encoding="utf-8")
 
 
 def write_layers(path: Path, layers: Sequence[dict[str, Any]], *, detailed: bool) -> None:
@@ -246,21 +302,16 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _shapes(text: str) -> dict[str, list[int]]:
-    pairs = [part.rpartition(":") for part in text.split(",") if part]
-    return {name.strip("'"): [int(size) for size in dims.split("x")] for name, _, dims in pairs}
-
-
 def _build(planted: dict[str, Any], version: Version, options: dict[str, str], libraries: list[str]) -> None:
     if not Path(options["--onnx"]).is_file():
         raise Refused(f"Could not open file {options['--onnx']}")
     if planted["failure"] == "build":
         print("[moetrt] node 'tail': gamma was of 63; 64 is taken", flush=True)
         raise Refused("Error Code 4: Internal Error (Could not create the plugin)")
-    bounds = [_shapes(options.get(name, "")) for name in ("--minShapes", "--optShapes", "--maxShapes")]
+    bounds = [shapes(options.get(name, "")) for name in ("--minShapes", "--optShapes", "--maxShapes")]
     if planted.get("static", False) == bool(bounds[0]):
         raise Refused("Static model does not take explicit shapes, or a dynamic one was given none")
-    if len({tuple(shapes) for shapes in bounds}) > 1:
+    if len({tuple(bound) for bound in bounds}) > 1:
         raise Refused("Found invalid or missing shape spec at profile index 0.")
     if version < (11, 0) and "--stronglyTyped" not in options:
         raise Refused("stand-in: the types of the file would not be kept")
@@ -281,10 +332,11 @@ def _run(planted: dict[str, Any], version: Version, options: dict[str, str], lib
         raise Refused("The engine plan file is not compatible with this version of TensorRT")
     if (engine["way"] == "plugin") != bool(libraries):
         raise Refused("IPluginV3 creator MoEFinalizeAddRMSNorm was not found, or was loaded for nothing")
-    if sorted(_shapes(options.get("--shapes", ""))) != sorted(engine["dynamic"]):
+    if sorted(shapes(options.get("--shapes", ""))) != sorted(engine["dynamic"]):
         raise Refused("stand-in: --shapes are not those of the dynamic inputs")
-    loaded = [part.rpartition(":") for part in options.get("--loadInputs", "").split(",") if part]
-    for name, _, file in loaded:
+    for name, file in pairs(options.get("--loadInputs", "")).items():
+        if name not in planted["inputs"]:
+            raise Refused("Invalid tensor names found in --loadInputs flag.")
         if Path(file).stat().st_size != planted["inputs"][name]:
             raise Refused(f"Unexpected file size for input file: {file}.")
     failure, way = planted["failure"], engine["way"]
@@ -318,7 +370,7 @@ def _run(planted: dict[str, Any], version: Version, options: dict[str, str], lib
     if "--exportLayerInfo" in options:
         write_layers(Path(options["--exportLayerInfo"]), layers, detailed=engine["detailed"])
     if planted.get("warning"):
-        say("W", planted["warning"])
+        say("W", planted["warning"].format(run=runs))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accuracy, gpu_check, traffic
+from benchmarks import accuracy, gpu_check, traffic, trtexec_sources
 
 DRY = ["--dry-run", "--skip-tests"]
 REFUSED = {
@@ -18,6 +18,11 @@ REFUSED = {
     "check, tokens": (gpu_check.main, [*DRY, "--tokens", "1", "-1"], "--tokens was -1; 1 to"),
     "check, seconds": (gpu_check.main, [*DRY, "--seconds", "nan"], "--seconds was nan; 1 to 3600 is taken"),
     "check, library": (gpu_check.main, [*DRY, "--library", "x.so"], "--library was given with --dry-run"),
+    "trtexec, no sources": (
+        trtexec_sources.main,
+        ["--tensorrt-source", "nowhere"],
+        "header of the TensorRT sources 'nowhere/include/NvInferVersion.h' does not exist",
+    ),
     "check, output": (gpu_check.main, [*DRY, "--output", "/proc/x"], "output folder '/proc/x' cannot be written"),
 }
 

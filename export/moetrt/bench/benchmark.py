@@ -8,6 +8,7 @@ for the machine that has them, and its files are read back wherever the folder i
 import json
 import math
 import os
+import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -367,10 +368,11 @@ def run_here(
 def script_lines(plan: Plan, folder: str | os.PathLike[str]) -> list[str]:
     """What to do on the machine that can run the plan."""
     place = Path(folder)
+    read = ["moetrt", "bench", os.path.normpath(place / plan.model), "-o", str(place), "--read"]
     return [
         f"script: {place / SCRIPT}; nothing was run",
-        f"on the machine with the GPU:  bash {place / SCRIPT}",
-        f"then, here or there:          moetrt bench {Path(os.path.normpath(place / plan.model))} -o {place} --read",
+        f"on the machine with the GPU:  {shlex.join(['bash', str(place / SCRIPT)])}",
+        f"then, here or there:          {shlex.join(read)}",
     ]
 
 

@@ -31,6 +31,8 @@ _TORCH_DTYPES = {
     ir.DataType.INT32: torch.int32,
     ir.DataType.INT64: torch.int64,
     ir.DataType.BOOL: torch.bool,
+    ir.DataType.INT8: torch.int8,
+    ir.DataType.UINT8: torch.uint8,
 }
 _WHOLE_NUMBERS = (ir.DataType.INT32, ir.DataType.INT64)
 
@@ -191,6 +193,7 @@ def _check_feeds(
                 raise InputError(f"{inputs_name} have '{name}'; the model's inputs are {', '.join(inputs)}")
             dtype = inputs[name].dtype
             wanted = _TORCH_DTYPES.get(dtype) if dtype is not None else None
+            # trtexec would take numbers of twice the width without a word, and read the first half of the file.
             if wanted is not None and tensor.dtype != wanted:
                 raise InputError(f"{inputs_name} have '{name}' as {tensor.dtype}; the model takes {wanted}")
         missing = [name for name in inputs if name not in feed]

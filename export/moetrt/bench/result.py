@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetrt.bench.plan import MANIFEST, NATIVE, PLUGIN, Plan, Point, TailOfModel
+from moetrt.bench.plan import MANIFEST, NATIVE, PLUGIN, PYTHON, Plan, Point, TailOfModel
 from moetrt.bench.trtexec_files import Layer, Log, first_error, read_layers, read_log, read_profile, read_times
 from moetrt.errors import InputError
 
@@ -26,6 +26,9 @@ STATISTICS = (
     "layers' medians). A figure is the median of those over the repeats, its spread the interquartile range. A ratio "
     "is taken within each repeat, native over plugin, and then treated alike."
 )
+
+_COARSE = 0.01
+"""A query's time whose steps are a larger part of it than this is told of."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,7 @@ def read_result(
     library = _one([(file, library) for file, _, library in logs if library != "none"], "the plugin library")
     _check_same_layers(plan, runs)
     points = tuple(_point_result(plan, index, runs) for index in range(len(plan.points)))
-    notes = [*manifest["notes"], *(warning for log in told for warning in log.warnings)]
+    notes = [*manifest["notes"], *_warnings(told), *_coarse(plan, runs)]
     if version is None:
         notes.append("the logs do not say which TensorRT was run")
     if library != plan.library_sha256:
@@ -256,6 +259,33 @@ def _check_same_layers(plan: Plan, runs: Mapping[tuple[str, int, str], "_Run"]) 
                     f"'{other.layers_path if not part else other.profile.path}', and both are of one engine, {way}; "
                     "run the benchmark again"
                 )
+
+
+def _warnings(logs: Sequence[Log]) -> list[str]:
+    """The logs' warnings: of those that differ in numbers alone, as each run has its own, the first."""
+    alike: dict[str, list[str]] = {}
+    for log in logs:
+        for warning in log.warnings:
+            found = alike.setdefault(re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", warning), [])
+            if warning not in found:
+                found.append(warning)
+    return [
+        first + (f" (and {len(others)} more with other numbers: see the logs)" if others else "")
+        for first, *others in alike.values()
+    ]
+
+
+def _coarse(plan: Plan, runs: Mapping[tuple[str, int, str], "_Run"]) -> list[str]:
+    """What to say of queries that are short beside what trtexec can tell of them."""
+    if plan.tool == PYTHON:
+        return []
+    return [
+        f"a {way} query of point {point} takes {run.compute_ms * 1e3:.3g} us, told in steps of "
+        f"{run.times.step_ms * 1e3:.2g} us, which are trtexec's after {run.times.end_ms / 1e3:.2g} s; a shorter "
+        "--seconds has finer ones"
+        for (point, repeat, way), run in runs.items()
+        if repeat == 1 and run.times.step_ms > _COARSE * run.compute_ms
+    ]
 
 
 def _not_found(points: Sequence[PointResult]) -> list[str]:
@@ -311,7 +341,8 @@ class _Run:
 
     def __init__(self, plan: Plan, folder: Path, prefix: str, way: str) -> None:
         self.layers_path = folder / f"{prefix}.layers.json"
-        self.compute_ms = statistics.median(read_times(folder / f"{prefix}.times.json").compute_ms)
+        self.times = read_times(folder / f"{prefix}.times.json")
+        self.compute_ms = statistics.median(self.times.compute_ms)
         self.profile = read_profile(folder / f"{prefix}.profile.json")
         self.layers = read_layers(self.layers_path)
         for entry in self.profile.layers:

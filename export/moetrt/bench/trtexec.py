@@ -1,7 +1,8 @@
 """Command lines for TensorRT's own executables: trtexec 10 and 11, and TensorRT-RTX's tensorrt_rtx.
 
-The option names were read from trtexec's sources (10.8 to 11.1) and from TensorRT-RTX's documentation. The one spelling
-that NVIDIA documents for trtexec alone and that tensorrt_rtx is taken to share is ``--dynamicPlugins``.
+The option names are those of trtexec's sources, 10.8 to 11.1 (`benchmarks.trtexec_sources` has their own parser read
+these lines), and of TensorRT-RTX's documentation. The one spelling that NVIDIA documents for trtexec alone and that
+tensorrt_rtx is taken to share is ``--dynamicPlugins``.
 """
 
 import os
@@ -112,10 +113,25 @@ def shapes_text(shapes: Mapping[str, Shape]) -> str:
     return ",".join(f"{_name(name)}:{'x'.join(map(str, shape)) or 'scalar'}" for name, shape in shapes.items())
 
 
-def _name(name: str) -> str:
+def inputs_text(inputs: Mapping[str, str | os.PathLike[str]]) -> str:
+    """Spells files of inputs as ``--loadInputs`` takes them: ``name:file,other:file``.
+
+    Raises:
+        InputError: a name or a path has a comma or a single quote, which the tools do not take.
+    """
+    for name, file in inputs.items():
+        if "," in str(file) or "'" in str(file):
+            raise InputError(
+                f"file '{file}' of input '{name}' has a comma or a quote in its path, which trtexec does not take"
+            )
+    # What stands before the last colon is the name, unless the name is quoted.
+    return ",".join(f"{_name(name, quoted=':' in str(file))}:{file}" for name, file in inputs.items())
+
+
+def _name(name: str, *, quoted: bool = False) -> str:
     if "," in name or "'" in name:
         raise InputError(f"input '{name}' has a comma or a quote in its name, which trtexec does not take")
-    return f"'{name}'" if ":" in name else name
+    return f"'{name}'" if quoted or ":" in name else name
 
 
 def build_command(
@@ -177,7 +193,7 @@ def run_command(
     if shapes:
         command.append(f"--shapes={shapes_text(shapes)}")
     if inputs:
-        command.append("--loadInputs=" + ",".join(f"{_name(name)}:{file}" for name, file in inputs.items()))
+        command.append(f"--loadInputs={inputs_text(inputs)}")
     command += chosen.steady
     if seconds is not None:
         command.append(f"--duration={seconds:g}")

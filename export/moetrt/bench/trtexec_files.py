@@ -38,10 +38,20 @@ class Times:
     Attributes:
         compute_ms: GPU time of each query, in milliseconds.
         latency_ms: with the copies to and from the device, where they were not left out.
+        end_ms: when the last query ended, since the start of the run, its warm-up included.
     """
 
     compute_ms: tuple[float, ...]
     latency_ms: tuple[float, ...]
+    end_ms: float
+
+    @property
+    def step_ms(self) -> float:
+        """What a query's time is a multiple of at the end of the run.
+
+        trtexec takes the difference of two 32-bit floats that count from the start of the run.
+        """
+        return math.ldexp(1.0, math.frexp(self.end_ms)[1] - 24)
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,7 @@ def read_times(path: str | os.PathLike[str]) -> Times:
     try:
         compute = tuple(float(entry["computeMs"]) for entry in entries)
         latency = tuple(float(entry["latencyMs"]) for entry in entries)
+        end = max(float(entry["endComputeMs"]) for entry in entries)
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(f"times '{file}' is no file of trtexec's --exportTimes: an entry has no computeMs") from error
     for query, value in enumerate(compute):
@@ -121,7 +132,7 @@ def read_times(path: str | os.PathLike[str]) -> Times:
             raise InputError(
                 f"times '{file}': computeMs of query {query} was {value}; a finite number above 0 is taken"
             )
-    return Times(compute, latency)
+    return Times(compute, latency, end)
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
@@ -257,7 +268,8 @@ def _read(path: str | os.PathLike[str], what: str) -> tuple[Path, Any]:
 
 def _profile_lines(text: str) -> list[dict[str, Any]] | None:
     """A whole profile in trtexec's own lines; None where a line is something else."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Not splitlines: a name may have what is a line end only in Unicode.
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     if len(lines) < 2 or lines[0] != "[" or lines[-1] != "]":
         return None
     count = re.fullmatch(r'\{ "count" : (\d+) \}', lines[1])

@@ -5,6 +5,7 @@ raw file an input is what trtexec's ``--loadInputs`` reads.
 """
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from moetrt.bench.trtexec import inputs_text
 from moetrt.errors import InputError
 from moetrt.files import as_path, existing_file, output_directory, output_file, write_atomically
 from moetrt.onnx_op import named_inputs, operator_of
@@ -134,7 +136,8 @@ def raw_paths(names: Iterable[str], directory: str | os.PathLike[str]) -> dict[s
     """Where `save_raw` writes inputs of these names; names that are no file names are spelled with "_".
 
     Raises:
-        InputError: the folder is something else, or two inputs would have the same file.
+        InputError: the folder is something else, two inputs would have the same file, or trtexec does not take a name
+            or path.
     """
     folder = as_path(directory, "output folder")
     if folder.exists() and not folder.is_dir():
@@ -145,6 +148,7 @@ def raw_paths(names: Iterable[str], directory: str | os.PathLike[str]) -> dict[s
         if place in paths.values():
             raise InputError(f"inputs '{name}' and another would both be written to '{place}'")
         paths[name] = place
+    inputs_text(paths)
     return paths
 
 
@@ -166,8 +170,8 @@ def save_raw(feed: Mapping[str, torch.Tensor], directory: str | os.PathLike[str]
 
 
 def trtexec_argument(paths: Mapping[str, Path]) -> str:
-    """The option with which trtexec reads what `save_raw` wrote."""
-    return "--loadInputs=" + ",".join(f"'{name}':{path}" for name, path in paths.items())
+    """The option with which trtexec reads what `save_raw` wrote, as a shell takes it."""
+    return shlex.quote(f"--loadInputs={inputs_text(paths)}")
 
 
 def _line(error: BaseException) -> str:
