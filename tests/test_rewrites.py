@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,11 +21,13 @@ from moetrt.huggingface import causal_lm
 from moetrt.mapping import map_file, map_model
 from moetrt.onnx_files import load_model
 from moetrt.parity import compare
+from moetrt.parity.twins import float32_twin
 from moetrt.rewrites import rewritten, selective_scan
 from moetrt.rewrites.complex_numbers import Pair, real_pairs
 from moetrt.rewrites.known_forms import FORMS, digest, known_modules
 from moetrt.rewrites.scalars import scalars_keep_their_value
 from moetrt.source import as_source, load_source
+from tests.equivalence import run_model
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek_v2": models.deepseek_v2,
@@ -341,3 +344,49 @@ def test_granites_multiplier_is_in_the_plugins_attribute_as_it_stands_in_the_con
     report = map_model(capture(load_source("moetrt.models:granite_moe", dtype=dtype)))
     assert report.complete, report.summary()
     assert [site.attributes["routed_scaling_factor"] for site in report.sites] == pytest.approx([0.22] * 2, rel=1e-7)
+
+
+class Attention(torch.nn.Module):
+    """Attention alone, with options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key=key, value=value, **self.options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"scale": -0.3},
+        {"attn_mask": torch.tril(torch.ones(5, 5)).bool()},
+        {"enable_gqa": True, "scale": 0.7},
+    ],
+    ids=lambda options: ",".join(options) or "defaults",
+)
+def test_attentions_scale_is_not_rounded(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """12^-0.5, and its square root, are no numbers of 16 bits: rounded ones are off by some tenths of a percent."""
+    generator = torch.Generator().manual_seed(0)
+    heads = 1 if options.get("enable_gqa") else 2
+    shapes = ((1, 2, 5, 12), (1, heads, 5, 12), (1, heads, 5, 12))
+    inputs = [(3 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]
+    model = float32_twin(capture(as_source((Attention(**options), tuple(inputs))), dynamic=False))
+    feeds = {name: tensor.float().numpy() for name, tensor in zip(("query", "key", "value"), inputs, strict=True)}
+    (got,) = run_model(model, feeds).values()
+    wanted = Attention(**options)(*(tensor.double() for tensor in inputs))
+    # A mean of 5 values, of weights that are exponentials of sums of 12 products up to 80 or so.
+    np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=2.0**-24 * 80 * 12 * float(wanted.abs().max()))
+
+
+def test_attentions_scale_stays_where_16_bits_have_it() -> None:
+    query = torch.randn(1, 2, 5, 16, dtype=torch.bfloat16)
+    seen: list[torch.dtype] = []
+    with scalars_keep_their_value(), Dtypes(seen):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert torch.float32 not in seen
