@@ -7,23 +7,20 @@ have: what it fuses, this walk finds.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from moetrt.segments.constants import axes, is_constant, scalar
 from moetrt.segments.reading import (
     FLOAT_DTYPES,
     HALF_DTYPES,
     SHAPE_OPS,
-    axes,
-    constant,
     dim,
     dims,
     dtype_name,
-    elements,
     input_of,
-    is_constant,
     is_op,
     keeps,
     keeps_width,
@@ -31,8 +28,8 @@ from moetrt.segments.reading import (
     other_input,
     rank,
     readers,
-    scalar,
     sole_reader,
+    stored,
 )
 from moetrt.segments.tail import Operand
 
@@ -299,8 +296,7 @@ def _divided_by_width(reduce: ir.Node, source: _Source) -> ir.Value:
     if factor is None or other is None or not isinstance(width, int):
         raise _No(f"{named(node)} after the sum of squares has no constant number for H")
     wanted = float(width) if is_op(node, "Div") else 1.0 / width
-    tensor = constant(other)
-    dtype = other.dtype or (tensor.dtype if tensor is not None else None)
+    dtype = _dtype_of(other)
     if not math.isclose(factor, wanted, rel_tol=_ROUNDING.get(dtype, 0.0) if dtype is not None else 0.0):
         raise _No(f"{named(node)} makes no mean of the squares: by {factor:g}, while H is {width}")
     return node.outputs[0]
@@ -397,54 +393,74 @@ _SAME_NUMBERS = ("Cast", "Identity", *SHAPE_OPS)
 
 
 def _gamma(value: ir.Value, source: _Source) -> tuple[Operand, float]:
-    """The stored weight behind ``value``, with the 1 that Gemma adds to it."""
+    """The constant that the norm multiplies by, with the 1 that Gemma adds to it.
+
+    It is the stored weight where the nodes after it keep its numbers; else what they make, and they stay.
+    """
     width, here = dim(source.value, -1), dims(value)
     if here is not None and (
         not here or any(size != 1 for size in here[:-1]) or here[-1] != width or len(here) > (rank(source.value) or 0)
     ):
         raise _No(f"gamma '{value.name}' has shape {here}; [H] = [{width}] is taken")
-    bias, rounded = 0.0, False
-    steps: list[ir.Node] = []
-    while not is_constant(value):
+    if not is_constant(value):
+        raise _No(_of_no_constant(value))
+    for operand, bias in (_stored_gamma(value), (value, 0.0)):
+        if operand is None:
+            continue
+        dtype, shape = _dtype_of(operand), dims(operand) or []
+        if not isinstance(width, int) or _count(shape) != width or dtype is None:
+            continue
+        if dtype in (ir.DataType.FLOAT, source.hidden.dtype):
+            operand.dtype = dtype
+            return Operand(operand, reshape_to=None if shape == [width] else (width,)), bias
+    raise _No(f"gamma '{value.name}' is {dtype_name(_dtype_of(value))}; the rows' dtype or FLOAT is taken")
+
+
+def _stored_gamma(value: ir.Value) -> tuple[ir.Value | None, float]:
+    """The stored weight whose numbers ``value`` has, or has with 1 added in float32; None where it has other ones."""
+    bias = 0.0
+    while stored(value) is None:
         node = value.producer()
-        if node is None:
-            raise _No(f"gamma '{value.name}' is an input of the graph, not a constant: store it as an initializer")
-        one = next((index for index in (0, 1) if is_op(node, "Add") and scalar(node.inputs[index]) == 1.0), None)
-        if one is not None and not bias:
-            bias, before = 1.0, node.inputs[1 - one]
-        else:
-            before = node.inputs[0] if is_op(node, *_SAME_NUMBERS) else None
-            if is_op(node, "Cast") and value.dtype not in FLOAT_DTYPES:
-                before = None
-            elif is_op(node, "Cast") and before is not None:
-                rounded = rounded or not keeps(value.dtype, before.dtype)
+        assert node is not None
+        plain = _plus_one(node) if value.dtype == ir.DataType.FLOAT and not bias else None
+        before = _same_numbers(node) if plain is None else plain
         if before is None:
-            raise _No(f"gamma comes from {named(node)}, not from a constant")
-        steps.insert(0, node)
+            return None, 0.0
+        value, bias = before, bias if plain is None else 1.0
+    return value, bias
+
+
+def _of_no_constant(value: ir.Value) -> str:
+    """In words, where a gamma comes from that is not the same on every run."""
+    while (node := value.producer()) is not None:
+        before = _plus_one(node) or (node.inputs[0] if is_op(node, *_SAME_NUMBERS) else None)
+        if before is None:
+            return f"gamma comes from {named(node)}, not from a constant"
         value = before
-    tensor = constant(value)
-    if value.dtype is None and tensor is not None:
-        value.dtype = tensor.dtype
-    shape = dims(value) or []
-    if not isinstance(width, int) or math.prod(size if isinstance(size, int) else 0 for size in shape) != width:
-        raise _No(f"gamma '{value.name}' has shape {shape}; [H] = [{width}] is taken")
-    if rounded and tensor is not None:
-        numbers = _rounded_gamma(tensor, steps)
-        return Operand(value, make=lambda write: write("Constant", [], {"value": numbers}, numbers.dtype, [width])), 0.0
-    if value.dtype not in (ir.DataType.FLOAT, source.hidden.dtype):
-        raise _No(f"gamma '{value.name}' is {dtype_name(value.dtype)}; the rows' dtype or FLOAT is taken")
-    return Operand(value, reshape_to=None if shape == [width] else (width,)), bias
+    return f"gamma '{value.name}' is an input of the graph, not a constant: store it as an initializer"
 
 
-def _rounded_gamma(stored: ir.TensorProtocol, steps: list[ir.Node]) -> ir.TensorProtocol:
-    """The numbers that the norm multiplies by, flat, where Casts among ``steps`` round the ``stored`` ones."""
-    made = elements(stored).ravel()
-    for node in steps:
-        if is_op(node, "Add"):
-            made = made + made.dtype.type(1)
-        elif is_op(node, "Cast"):
-            made = made.astype(ir.DataType(node.attributes["to"].as_int()).numpy())
-    return ir.tensor(made)
+def _plus_one(node: ir.Node) -> ir.Value | None:
+    """What ``node`` adds 1 to."""
+    one = next((index for index in (0, 1) if is_op(node, "Add") and scalar(node.inputs[index]) == 1.0), None)
+    return node.inputs[1 - one] if one is not None else None
+
+
+def _same_numbers(node: ir.Node) -> ir.Value | None:
+    """What has the numbers of the result of ``node``, in their order."""
+    before = node.inputs[0] if is_op(node, *_SAME_NUMBERS) else None
+    if before is not None and is_op(node, "Cast") and not keeps(node.outputs[0].dtype, _dtype_of(before)):
+        return None
+    return before
+
+
+def _count(shape: Sequence[int | str | None]) -> int:
+    return math.prod(size if isinstance(size, int) else 0 for size in shape)
+
+
+def _dtype_of(value: ir.Value) -> ir.DataType | None:
+    tensor = stored(value) if value.dtype is None else None
+    return value.dtype if tensor is None else tensor.dtype
 
 
 def what_follows(result: ir.Value) -> str | None:
