@@ -627,7 +627,7 @@ def other_norm(what: str) -> Graph:
     wide = g.cast(hidden, "float32")
     square = g.op("Mul", wide, wide)
     if what == "keepdims":
-        mean = g.op("Unsqueeze", g.op("ReduceMean", square, g.ints(-1), keepdims=0), g.ints(-1))
+        mean = g.op("Unsqueeze", g.op("ReduceMean", square, g.ints(-1), keepdims=0), g.ints(0))
     elif what == "axes":
         mean = g.op("ReduceMean", square, g.input("axes", [1], TensorProto.INT64), keepdims=1)
     else:

@@ -71,7 +71,7 @@ def scalar(value: ir.Value | None) -> float | None:
     """The finite number that a constant of one element holds, or that Expand or ConstantOfShape repeats."""
     filled = _filled(value)
     if filled is not None:
-        return filled
+        return filled if math.isfinite(filled) else None
     tensor = constant(value)
     if tensor is None or tensor.size != 1:
         return None
