@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from moetrt.segments.constants import constant, is_constant, makers, scalar
 from tests.equivalence import run_model
-from tests.mapping_checks import declined, mapped, matched
+from tests.mapping_checks import assert_same_numbers, declined, mapped, matched
 from tests.mapping_graphs import FLOAT, HIDDEN, Graph, NormForm
 
 DTYPES = ["float32", "float16"]
@@ -125,6 +125,20 @@ def test_one_over_0_is_no_number() -> None:
     assert scalar(value_of(g, g.op("Reciprocal", g.const(0.0)))) is None
 
 
+def test_an_infinite_filling_is_no_number() -> None:
+    g = Graph()
+    fill = helper.make_tensor("", TensorProto.FLOAT, [1], [np.inf])
+    assert scalar(value_of(g, g.op("ConstantOfShape", g.ints(2), value=fill))) is None
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [([5], ir.DataType.FLOAT), ([3], ir.DataType.FLOAT16)])
+def test_a_file_that_says_another_shape_or_dtype_is_not_believed(shape: list[int], dtype: ir.DataType) -> None:
+    stored = ir.Value(name="stored", const_value=ir.tensor(np.ones(3, np.float32)))
+    made = ir.node("Neg", [stored]).outputs[0]
+    made.shape, made.dtype = ir.Shape(shape), dtype
+    assert constant(made) is None
+
+
 def test_an_operator_of_another_domain_is_not_computed() -> None:
     g = Graph()
     name = g.op("Identity", g.const(2.0), domain="elsewhere")
@@ -156,6 +170,8 @@ def test_a_size_that_is_no_number_stays_unknown(index: int) -> None:
     g = Graph()
     shape = g.op("Shape", g.input("x", ["B", "S", HIDDEN]))
     size = g.op("Gather", shape, g.const(index, TensorProto.INT64), axis=0)
+    assert constant(value_of(g, shape)) is None
+    assert constant(value_of(g, size)) is None
     zero = g.mul(g.cast(size, "float32"), g.const(0.0))
     assert scalar(value_of(g, zero)) is None
 
@@ -201,7 +217,7 @@ GAMMAS: dict[str, Callable[[Graph], str]] = {
     "expanded": lambda g: g.op("Expand", g.const(1.5), g.ints(HIDDEN)),
     "integers": lambda g: g.op("Cast", g.cast_int32(g.const(np.arange(HIDDEN) / 3 + 1)), to=FLOAT[g.dtype]),
     "dequantised": lambda g: g.op(
-        "DequantizeLinear", g.const(np.arange(HIDDEN) - 5, TensorProto.INT8), g.const(0.1), g.const(2, TensorProto.INT8)
+        "DequantizeLinear", g.const(np.arange(HIDDEN) - 5, TensorProto.INT8), g.const(0.1), g.const(0, TensorProto.INT8)
     ),
     "double": lambda g: g.op("Cast", g.vector(1, TensorProto.DOUBLE), to=FLOAT[g.dtype]),
     "reshaped twice": lambda g: g.op(
@@ -222,6 +238,18 @@ def test_gamma_is_computed_from_stored_values(what: str, dtype: str) -> None:
     assert site.attributes["weight_bias"] == 0.0
 
 
+def test_one_plus_gamma_in_16_bits_keeps_its_rounding() -> None:
+    """The operator adds the 1 in float32."""
+    g = Graph("float16")
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    normal = NormForm(up=True, down="before").normalised(g, hidden)
+    gamma = g.add(g.const(1.0), g.vector(1))
+    g.output(g.mul(gamma, normal), hidden)
+    site = matched(g)
+    assert site.inputs["gamma"]["value"] == gamma
+    assert site.attributes["weight_bias"] == 0.0
+
+
 def test_two_layers_share_what_their_gammas_are_computed_from() -> None:
     """The nodes stand after the first plugin node in the file, and before it in what is mapped."""
     g = Graph()
@@ -232,7 +260,9 @@ def test_two_layers_share_what_their_gammas_are_computed_from() -> None:
         scale = scale or g.op("Sqrt", g.const(2.0))
         hidden = g.add(g.mul(g.mul(g.vector(seed), scale), normal), hidden)
     g.output(hidden)
-    assert [site.operator for site in mapped(g.model())[1].sites] == ["MoEFinalizeAddRMSNorm"] * 2
+    after, report = mapped(model := g.model())
+    assert [site.operator for site in report.sites] == ["MoEFinalizeAddRMSNorm"] * 2
+    assert_same_numbers(model, after)
 
 
 @pytest.mark.parametrize("what", ["gamma", "eps", "scale"])

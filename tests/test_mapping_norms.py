@@ -490,6 +490,41 @@ def test_a_mean_that_would_meet_the_columns_is_not_taken(back: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("eps", "eps of the RMSNorm (Add 'node_add_"),
+        ("number", "after the sum of squares has no constant number for H"),
+        ("exponent", "does not keep the last axis (keepdims=0)"),
+    ],
+)
+def test_a_mean_that_a_number_gives_another_shape_is_not_taken(where: str, words: str) -> None:
+    """keepdims=0 and a number of shape [1, 1, 1]: the batch of [B, 1, H] would become the rows of [1, B, 1]."""
+    g = Graph()
+    hidden = g.add(g.op("Unsqueeze", g.routed(), g.ints(1)), g.input("residual", ["T", 1, HIDDEN]))
+
+    def number(value: float, name: str) -> str:
+        return g.const(np.full([1, 1, 1], value) if name == where else value)
+
+    total = g.op("ReduceSum", g.mul(hidden, hidden), g.ints(-1), keepdims=0)
+    shifted = g.add(g.op("Div", total, number(HIDDEN, "number")), number(1e-5, "eps"))
+    normal = g.op("Div", hidden, g.op("Pow", shifted, number(0.5, "exponent")))
+    g.output(g.mul(normal, g.vector(1)), hidden)
+    declined(g, words)
+
+
+def test_an_einsum_that_turns_its_rows_is_not_taken() -> None:
+    """B = S: the sum of row [b, s] would divide row [s, b]."""
+    g = Graph()
+    residual = g.input("residual", [3, 3, HIDDEN])
+    hidden = g.add(g.op("Reshape", g.routed(), g.ints(3, 3, HIDDEN)), residual)
+    total = g.op("Unsqueeze", g.op("Einsum", hidden, hidden, equation="bsh,bsh->sb"), g.ints(-1))
+    root = g.op("Sqrt", g.add(g.op("Div", total, g.const(HIDDEN)), g.const(1e-5)))
+    g.output(g.mul(g.op("Div", hidden, root), g.vector(1)), hidden)
+    assert (site := only(map_model(g.model()))).operator != "MoEFinalizeAddRMSNorm"
+    assert not site.matched
+
+
+@pytest.mark.parametrize(
     ("what", "words"),
     [
         ("other numbers", "no division by H follows"),
@@ -499,6 +534,7 @@ def test_a_mean_that_would_meet_the_columns_is_not_taken(back: str) -> None:
         ("twice the mean", "makes no mean of the squares: by 8, while H is 16"),
         ("clamped", "does not divide the hidden state in a form that is known"),
         ("fourth root", "does not divide the hidden state in a form that is known"),
+        ("square root of the square", "does not divide the hidden state in a form that is known"),
     ],
 )
 def test_sums_that_are_no_mean_of_squares(what: str, words: str) -> None:
@@ -525,6 +561,8 @@ def test_sums_that_are_no_mean_of_squares(what: str, words: str) -> None:
     root = g.op("Sqrt", shifted)
     if what == "fourth root":
         root = g.op("Sqrt", root)
+    elif what == "square root of the square":
+        root = g.op("Pow", root, g.const(2.0))
     g.output(g.mul(g.op("Div", hidden, root), g.vector(1)), hidden)
     declined(g, words)
 

@@ -30,6 +30,7 @@ from moetrt.segments.reading import (
     other_input,
     rank,
     readers,
+    same_shape,
     sole_reader,
     stored,
 )
@@ -394,11 +395,19 @@ def _products_sum(product: ir.Node, width: int | str | None) -> tuple[float | No
 
 def _scaled(node: ir.Node) -> tuple[float | None, float]:
     """What a Mul or Div by a constant number multiplies by, and how far that may be rounded; None where it has none."""
-    inputs = node.inputs[1:] if is_op(node, "Div") else node.inputs
-    other, factor = next(((value, number) for value in inputs if (number := scalar(value)) is not None), (None, None))
+    other, factor = _number_in(node)
     if other is None or not factor:
         return None, 0.0
     return (1.0 / factor if is_op(node, "Div") else factor), _rounding(other)
+
+
+def _number_in(node: ir.Node) -> tuple[ir.Value | None, float | None]:
+    """The constant number that ``node`` adds to, or multiplies or divides, a value whose shape it keeps."""
+    for index in (1,) if is_op(node, "Div") else (0, 1):
+        number, value = scalar(node.inputs[index]), node.inputs[1 - index]
+        if number is not None and value is not None and same_shape(value, node.outputs[0]):
+            return node.inputs[index], number
+    return None, None
 
 
 def _check_axis(reduce: ir.Node) -> None:
@@ -424,8 +433,7 @@ def _plus_eps(mean: ir.Value, source: _Source) -> tuple[ir.Value, float]:
     add = _next(mean, "Add", source=source)
     if add is None:
         return mean, 0.0
-    other = next((value for value in add.inputs if scalar(value) is not None), None)
-    eps = scalar(other)
+    _, eps = _number_in(add)
     if eps is None:
         raise _No(f"eps of the RMSNorm ({named(add)}) is not a constant number")
     if eps < 0:
@@ -461,12 +469,11 @@ def _powers(value: ir.Value, power: float, source: _Source) -> Iterator[tuple[ir
                 is_op(node, "Div") and node.inputs[1] is copy and scalar(node.inputs[0]) == 1.0
             ):
                 after = -power
-            elif is_op(node, "Pow") and node.inputs[0] is copy:
-                after = power * (scalar(node.inputs[1]) or 0.0)
+            elif is_op(node, "Pow") and node.inputs[0] is copy and (exponent := scalar(node.inputs[1])):
+                after = power * exponent
             else:
                 continue
-            # Neither the square of the deviation nor its fourth root is part of a norm.
-            if abs(after) in (0.5, 1.0):
+            if same_shape(copy, node.outputs[0]):
                 yield from _powers(node.outputs[0], after, source)
 
 
