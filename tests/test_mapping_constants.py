@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
+from moetrt.mapping import map_model
 from moetrt.segments.constants import constant, is_constant, makers, scalar
 from tests.equivalence import run_model
 from tests.mapping_checks import assert_same_numbers, declined, mapped, matched
@@ -349,6 +350,4 @@ def test_weights_in_other_files_are_not_opened(tmp_path: Path) -> None:
     onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=HIDDEN * 4)
     loaded = ir.load(tmp_path / "m.onnx")
     (tmp_path / "m.data").rename(tmp_path / "elsewhere")
-    from moetrt.mapping import map_model
-
     assert map_model(loaded).mapped == 1
