@@ -167,6 +167,10 @@ class NormForm:
             flat = g.op("Reshape", hidden, g.ints(-1, HIDDEN))
             normal = replace(self, view=False).write(g, flat, eps=eps, seed=seed, rank=2)
             return g.op("Reshape", normal, g.op("Shape", hidden), allowzero=1)
+        return self.weighted(g, self.normalised(g, hidden, eps=eps, rank=rank), seed)
+
+    def normalised(self, g: Graph, hidden: str, *, eps: float = 1e-5, rank: int = 3) -> str:
+        """What gamma multiplies."""
         x = g.cast(hidden, "float32") if self.up else hidden
         work = "float32" if self.up else g.dtype
         number = (lambda v: g.op("Constant", value=g_tensor(v, work))) if self.constant_nodes else None
@@ -198,8 +202,10 @@ class NormForm:
             else:
                 one = g.op("Div", scalar(1.0), root) if self.inverse == "Div1" else g.op("Reciprocal", root)
                 normal = g.mul(x, one, self.swap_multiply)
-        if self.down == "before":
-            normal = g.cast(normal, g.dtype)
+        return g.cast(normal, g.dtype) if self.down == "before" else normal
+
+    def weighted(self, g: Graph, normal: str, seed: int = 5) -> str:
+        """``normal`` times gamma."""
         gamma_dtype = self.gamma_dtype or g.dtype
         gamma = g.vector(seed, FLOAT[gamma_dtype], shape=self.gamma_shape.count("1") * [1])
         if self.gamma_shape == "unsqueezed":

@@ -515,13 +515,13 @@ def bad_norm(change: str) -> Graph:
     if change == "gamma input":
         gamma = g.input("gamma", [HIDDEN])
     elif change == "gamma computed":
-        gamma = g.op("Exp", g.vector(1))
+        gamma = g.op("Exp", g.input("gamma", [HIDDEN]))
     elif change == "gamma shape":
         gamma = g.const(np.ones((6, HIDDEN)))
     elif change == "gamma scalar":
         gamma = g.const(np.ones(1))
     elif change == "gamma plus two":
-        gamma = g.add(g.vector(1), g.const(2.0))
+        gamma = g.add(g.input("gamma", [HIDDEN]), g.const(2.0))
     else:
         gamma = g.vector(1)
     g.output(normal if change == "no gamma" else g.mul(normal, gamma), hidden)
@@ -627,7 +627,7 @@ def other_norm(what: str) -> Graph:
     wide = g.cast(hidden, "float32")
     square = g.op("Mul", wide, wide)
     if what == "keepdims":
-        mean = g.op("Unsqueeze", g.op("ReduceMean", square, g.ints(-1), keepdims=0), g.ints(-1))
+        mean = g.op("Unsqueeze", g.op("ReduceMean", square, g.ints(-1), keepdims=0), g.ints(0))
     elif what == "axes":
         mean = g.op("ReduceMean", square, g.input("axes", [1], TensorProto.INT64), keepdims=1)
     else:
@@ -663,8 +663,17 @@ def test_other_norms_are_named(what: str, words: str) -> None:
 
 
 def test_gamma_of_another_half_dtype() -> None:
-    g = full_tail(NormForm(up=True, down="after", gamma_dtype="bfloat16"), dtype="float16")
-    declined(g, "is BFLOAT16; the rows' dtype or FLOAT is taken")
+    """Spelled out, the Cast that widens it stays; the fused operator reads it as it is stored."""
+    site = matched(full_tail(NormForm(up=True, down="after", gamma_dtype="bfloat16"), dtype="float16"))
+    assert site.inputs["gamma"]["dtype"] == "FLOAT"
+    g = Graph("float16", 23)
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    normal = g.op("RMSNormalization", hidden, g.vector(1, TensorProto.BFLOAT16))
+    g.values.append(helper.make_tensor_value_info(normal, TensorProto.FLOAT16, ["T", HIDDEN]))
+    g.output(normal, hidden)
+    site = only(map_model(g.model()))
+    assert (site.operator, site.matched) == ("MoEFinalizeAdd", False)
+    assert "is BFLOAT16; the rows' dtype or FLOAT is taken" in (site.reason or "")
 
 
 def test_normalised_value_rounded_to_another_half_dtype() -> None:

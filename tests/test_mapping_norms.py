@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 from onnxscript.rewriter.rules.fusion._rms_normalization import fuse_rms_normalization
 
 from moetrt.errors import InputError
@@ -315,6 +316,257 @@ def test_norm_fused_by_onnx_runtime_is_named(tmp_path: Path) -> None:
     assert_same_numbers(model, optimised)
 
 
+# Other orders of the same arithmetic
+
+
+def flat_mean(g: Graph, x: str) -> str:
+    return g.op("ReduceMean", g.mul(x, x), g.ints(-1), keepdims=0)
+
+
+def restored(g: Graph, value: str, how: str, rank: int) -> str:
+    """One number a row, its last axis put back."""
+    if how == "reshape" and rank == 2:
+        return g.op("Reshape", value, g.ints(-1, 1))
+    if how == "reshape":
+        return g.op("Reshape", value, g.ints(0, -1, 1))
+    return g.op("Unsqueeze", value, g.ints(-1))
+
+
+def numbers_like(g: Graph, value: float, x: str) -> str:
+    """A number in the dtype of ``x``, which is float32 where it was widened."""
+    return g.const(value, FLOAT["float32" if x.startswith("cast") else g.dtype])
+
+
+MEANS: dict[str, Callable[[Graph, str, int], str]] = {
+    "unsqueezed": lambda g, x, rank: restored(g, flat_mean(g, x), "unsqueeze", rank),
+    "reshaped": lambda g, x, rank: restored(g, flat_mean(g, x), "reshape", rank),
+    "divided before the sum": lambda g, x, rank: g.reduce(
+        "ReduceSum", g.op("Div", g.mul(x, x), numbers_like(g, HIDDEN, x))
+    ),
+    "divided twice": lambda g, x, rank: g.op(
+        "Div",
+        g.reduce("ReduceSum", g.op("Div", g.mul(x, x), numbers_like(g, 4, x))),
+        numbers_like(g, HIDDEN / 4, x),
+    ),
+    "einsum": lambda g, x, rank: restored(
+        g,
+        g.op(
+            "Div",
+            g.op("Einsum", x, x, equation="bsh, bsh -> bs" if rank == 3 else "...h,...h->..."),
+            numbers_like(g, HIDDEN, x),
+        ),
+        "unsqueeze",
+        rank,
+    ),
+    "product with ones": lambda g, x, rank: g.op(
+        "Div", g.op("MatMul", g.mul(x, x), numbers_like(g, np.ones((HIDDEN, 1)), x)), numbers_like(g, HIDDEN, x)
+    ),
+    "product with 1/H": lambda g, x, rank: restored(
+        g, g.op("MatMul", g.mul(x, x), numbers_like(g, np.full(HIDDEN, 1 / HIDDEN), x)), "unsqueeze", rank
+    ),
+    "plain": lambda g, x, rank: g.mean(g.mul(x, x)),
+}
+
+ORDERS = ["last", "gamma times hidden", "hidden times gamma", "gamma times inverse", "gamma over root", "one quotient"]
+QUOTIENTS = ORDERS[4:]
+INVERSES = ["reciprocal of root", "root of reciprocal", "power of root", "one over root", "power", "late axis"]
+
+
+def reordered(g: Graph, hidden: str, mean: str, inverse: str, order: str, *, wide: bool, rank: int) -> str:
+    """The norm of ``hidden``, in float32 where ``wide``."""
+    x = g.cast(hidden, "float32") if wide else hidden
+    dtype = FLOAT["float32" if wide else g.dtype]
+    gamma = g.vector(7, dtype)
+    late = inverse == "late axis"
+    value = g.add(flat_mean(g, x) if late else MEANS[mean](g, x, rank), g.const(1e-5, dtype))
+    root = "" if inverse in ("root of reciprocal", "power") and order not in QUOTIENTS else g.op("Sqrt", value)
+    if late:
+        root = restored(g, root, "unsqueeze", rank)
+    if order == "gamma over root":
+        normal = g.mul(g.op("Div", gamma, root), x)
+    elif order == "one quotient":
+        normal = g.op("Div", g.mul(x, gamma), root)
+    else:
+        one = {
+            "root of reciprocal": lambda: g.op("Sqrt", g.op("Reciprocal", value)),
+            "power of root": lambda: g.op("Pow", root, g.const(-1.0, dtype)),
+            "one over root": lambda: g.op("Div", g.const(1.0, dtype), root),
+            "power": lambda: g.op("Pow", value, g.const(-0.5, dtype)),
+        }.get(inverse, lambda: g.op("Reciprocal", root))()
+        normal = {
+            "last": lambda: g.mul(g.mul(x, one), gamma),
+            "gamma times hidden": lambda: g.mul(one, g.mul(gamma, x)),
+            "hidden times gamma": lambda: g.mul(g.mul(x, gamma), one),
+            "gamma times inverse": lambda: g.mul(x, g.mul(one, gamma)),
+        }[order]()
+    return g.cast(normal, g.dtype) if wide else normal
+
+
+def tail_with(
+    mean: str, inverse: str, order: str, *, dtype: str = "float32", wide: bool = False, rank: int = 3
+) -> Graph:
+    g = Graph(dtype)
+    routed = g.routed()
+    residual = g.input("residual", ["B", "S", HIDDEN] if rank == 3 else ["T", HIDDEN])
+    hidden = g.add(g.to_tokens(routed) if rank == 3 else routed, residual)
+    g.output(reordered(g, hidden, mean, inverse, order, wide=wide, rank=rank), hidden)
+    return g
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("mean", MEANS)
+def test_case25_means_of_squares(mean: str, rank: int) -> None:
+    matched(tail_with(mean, "reciprocal of root", "last", rank=rank))
+    site = matched(tail_with(mean, "reciprocal of root", "gamma times hidden", dtype="float16", wide=True, rank=rank))
+    assert site.attributes["weight_before_cast"] == 1
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_case25_orders_of_the_products(inverse: str, order: str, wide: bool) -> None:
+    site = matched(tail_with("plain", inverse, order, dtype="float16" if wide else "float32", wide=wide))
+    assert site.attributes["eps"] == 1e-5
+    assert site.attributes["weight_before_cast"] == 1
+    assert site.shapes["gamma"] == [HIDDEN]
+
+
+@pytest.mark.parametrize("order", ORDERS[1:])
+def test_gamma_that_is_multiplied_in_early_in_16_bits_is_not_taken(order: str) -> None:
+    """It is rounded where neither order of the operator rounds."""
+    declined(
+        tail_with("plain", "reciprocal of root", order, dtype="float16"),
+        "rounds to FLOAT16 what gamma multiplies before the norm is complete: multiply the normalised value by gamma",
+    )
+
+
+def test_gamma_that_multiplies_the_rows_in_16_bits_is_not_taken() -> None:
+    """Only the product is widened; the mean is of the widened sum."""
+    g = Graph("float16")
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    x = g.cast(hidden, "float32")
+    root = g.op("Sqrt", g.add(g.mean(g.mul(x, x)), g.const(1e-5, FLOAT["float32"])))
+    weighted = g.cast(g.mul(hidden, g.vector(1)), "float32")
+    g.output(g.cast(g.op("Div", weighted, root), "float16"), hidden)
+    declined(g, "rounds to FLOAT16 what gamma multiplies before the norm is complete")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_early_gamma_that_is_an_input_is_not_taken(early: bool) -> None:
+    g = Graph()
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    root = g.op("Sqrt", g.add(g.mean(g.mul(hidden, hidden)), g.const(1e-5)))
+    gamma = g.input("gamma", [HIDDEN])
+    g.output(g.op("Div", g.mul(hidden, gamma), root) if early else g.mul(g.op("Div", hidden, root), gamma), hidden)
+    declined(g, "gamma 'gamma' is an input of the graph, not a constant")
+
+
+@pytest.mark.parametrize("where", ["weighted", "scaled"])
+def test_early_products_that_are_read_elsewhere_stay(where: str) -> None:
+    g = Graph()
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    inverse = g.op("Reciprocal", g.op("Sqrt", g.add(g.mean(g.mul(hidden, hidden)), g.const(1e-5))))
+    one, other = (hidden, inverse) if where == "weighted" else (inverse, hidden)
+    product = g.mul(one, g.vector(1))
+    g.output(g.mul(product, other), g.op("Neg", product), hidden)
+    declined(g, "a value inside the RMSNorm, is also read by Neg")
+
+
+@pytest.mark.parametrize("back", ["nothing", "first axis", "reshape"])
+def test_a_mean_that_would_meet_the_columns_is_not_taken(back: str) -> None:
+    """keepdims=0 and T = H: the mean of a row would divide a column."""
+    g = Graph()
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    mean = flat_mean(g, hidden)
+    if back == "first axis":
+        mean = g.op("Unsqueeze", mean, g.ints(0))
+    elif back == "reshape":
+        mean = g.op("Reshape", mean, g.ints(1, -1))
+    root = g.op("Sqrt", g.add(mean, g.const(1e-5)))
+    g.output(g.mul(g.op("Div", hidden, root), g.vector(1)), hidden)
+    site = only(map_model(g.model()))
+    assert (site.operator, site.matched) == ("MoEFinalizeAdd", False)
+    assert "does not keep the last axis (keepdims=0)" in (site.reason or "")
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("eps", "eps of the RMSNorm (Add 'node_add_"),
+        ("number", "after the sum of squares has no constant number for H"),
+        ("exponent", "does not keep the last axis (keepdims=0)"),
+    ],
+)
+def test_a_mean_that_a_number_gives_another_shape_is_not_taken(where: str, words: str) -> None:
+    """keepdims=0 and a number of shape [1, 1, 1]: the batch of [B, 1, H] would become the rows of [1, B, 1]."""
+    g = Graph()
+    hidden = g.add(g.op("Unsqueeze", g.routed(), g.ints(1)), g.input("residual", ["T", 1, HIDDEN]))
+
+    def number(value: float, name: str) -> str:
+        return g.const(np.full([1, 1, 1], value) if name == where else value)
+
+    total = g.op("ReduceSum", g.mul(hidden, hidden), g.ints(-1), keepdims=0)
+    shifted = g.add(g.op("Div", total, number(HIDDEN, "number")), number(1e-5, "eps"))
+    normal = g.op("Div", hidden, g.op("Pow", shifted, number(0.5, "exponent")))
+    g.output(g.mul(normal, g.vector(1)), hidden)
+    declined(g, words)
+
+
+def test_an_einsum_that_turns_its_rows_is_not_taken() -> None:
+    """B = S: the sum of row [b, s] would divide row [s, b]."""
+    g = Graph()
+    residual = g.input("residual", [3, 3, HIDDEN])
+    hidden = g.add(g.op("Reshape", g.routed(), g.ints(3, 3, HIDDEN)), residual)
+    total = g.op("Unsqueeze", g.op("Einsum", hidden, hidden, equation="bsh,bsh->sb"), g.ints(-1))
+    root = g.op("Sqrt", g.add(g.op("Div", total, g.const(HIDDEN)), g.const(1e-5)))
+    g.output(g.mul(g.op("Div", hidden, root), g.vector(1)), hidden)
+    assert (site := only(map_model(g.model()))).operator != "MoEFinalizeAddRMSNorm"
+    assert not site.matched
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("other numbers", "no division by H follows"),
+        ("unequal numbers", "squares the hidden state, but no ReduceMean follows"),
+        ("two columns", "squares the hidden state, but no ReduceMean follows"),
+        ("another einsum", "none of which is an RMSNorm"),
+        ("twice the mean", "makes no mean of the squares: by 8, while H is 16"),
+        ("clamped", "does not divide the hidden state in a form that is known"),
+        ("fourth root", "does not divide the hidden state in a form that is known"),
+        ("square root of the square", "does not divide the hidden state in a form that is known"),
+    ],
+)
+def test_sums_that_are_no_mean_of_squares(what: str, words: str) -> None:
+    g = Graph()
+    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
+    square = "" if what == "another einsum" else g.mul(hidden, hidden)
+    if what == "another einsum":
+        total = g.op("Unsqueeze", g.op("Einsum", hidden, hidden, equation="th,uh->t"), g.ints(-1))
+        mean = g.op("Div", total, g.const(HIDDEN))
+    elif what in ("other numbers", "unequal numbers", "two columns"):
+        column = np.full((HIDDEN, 1), 1 / HIDDEN)
+        if what == "other numbers":
+            column *= 2
+        elif what == "unequal numbers":
+            column[3] = 0.5
+        else:
+            column = np.full((HIDDEN, HIDDEN), 1 / HIDDEN)
+        mean = g.op("MatMul", square, g.const(column))
+    elif what == "twice the mean":
+        mean = g.op("Div", g.reduce("ReduceSum", g.op("Mul", square, g.const(2.0))), g.const(HIDDEN))
+    else:
+        mean = g.mean(square)
+    shifted = g.op("Max", mean, g.const(1e-5)) if what == "clamped" else g.add(mean, g.const(1e-5))
+    root = g.op("Sqrt", shifted)
+    if what == "fourth root":
+        root = g.op("Sqrt", root)
+    elif what == "square root of the square":
+        root = g.op("Pow", root, g.const(2.0))
+    g.output(g.mul(g.op("Div", hidden, root), g.vector(1)), hidden)
+    declined(g, words)
+
+
 # What must not be taken
 
 
@@ -378,14 +630,6 @@ def test_eps_after_the_root_is_not_taken() -> None:
     root = g.op("Sqrt", g.mean(g.op("Mul", hidden, hidden)))
     g.output(g.mul(g.op("Div", hidden, g.add(root, g.const(1e-3))), g.vector(1)), hidden)
     declined(g, "does not divide the hidden state in a form that is known: x / sqrt(mean(x * x) + eps) is taken")
-
-
-def test_gamma_that_is_rounded_to_integers_is_not_taken() -> None:
-    g = Graph()
-    hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
-    gamma = g.op("Cast", g.cast_int32(g.vector(1)), to=TensorProto.FLOAT)
-    g.output(g.mul(_rms(g, hidden), gamma), hidden)
-    declined(g, "gamma comes from Cast")
 
 
 def test_norm_that_reads_a_narrower_copy_is_not_taken() -> None:

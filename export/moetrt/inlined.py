@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import constant, dims, is_op
+from moetrt.segments.constants import constant
+from moetrt.segments.reading import dims, is_op
 from moetrt.spec import OPERATORS
 
 _INLINED = "_inlfunc_"

@@ -25,6 +25,7 @@ from moetrt.onnx_op import (
     read_attributes,
     remove_functions,
 )
+from moetrt.segments.constants import makers
 from moetrt.segments.forms import seed_at
 from moetrt.segments.growth import Tail, grow
 from moetrt.segments.reading import dim, dims, named, rank
@@ -482,12 +483,11 @@ def _replace(old: ir.Value, new: ir.Value) -> list[str]:
 
 
 def _hoist_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
-    """Constant nodes may stand later than the plugin node that reads them now; they depend on nothing."""
+    """What makes a constant may stand later than the plugin node that reads it now; it depends on nothing."""
     for value in values:
-        producer = value.producer()
-        if producer is not None and producer.op_type == "Constant" and producer.graph is graph:
-            graph.remove(producer)
-            graph.insert_before(graph[0], producer)
+        moved = [node for node in makers(value) or () if node.graph is graph]
+        graph.remove(moved)
+        graph.insert_before(graph[0], moved)
 
 
 def _remove_dead(node: ir.Node) -> list[str]:

@@ -4,7 +4,8 @@ import math
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import SHAPE_OPS, constant, elements, input_of, is_op
+from moetrt.segments.constants import constant
+from moetrt.segments.reading import SHAPE_OPS, elements, input_of, is_op
 
 _MOST_ELEMENTS = 65536
 _MOST_STEPS = 64

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import dim, is_op, rank, scalar
+from moetrt.segments.constants import scalar
+from moetrt.segments.reading import dim, is_op, rank
 from moetrt.segments.routes import Found, NotThis, PerRoute, given, strip, take_weights, walk_back
 from moetrt.segments.sums import sum_of
 

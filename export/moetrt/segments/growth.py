@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from moetrt.segments.constants import scalar
 from moetrt.segments.reading import (
     FLOAT_DTYPES,
     HALF_DTYPES,
@@ -22,7 +23,6 @@ from moetrt.segments.reading import (
     rank,
     readers,
     same_shape,
-    scalar,
     sole_reader,
 )
 from moetrt.segments.rms_norm import RmsNorm, find_rms_norm, what_follows

@@ -9,7 +9,8 @@ import onnx_ir as ir
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from moetrt.segments.reading import constant, dims, is_op
+from moetrt.segments.constants import constant
+from moetrt.segments.reading import dims, is_op
 
 _MOST_NODES = 96
 _MOST_ELEMENTS = 65536

@@ -10,20 +10,10 @@ import onnx_ir as ir
 
 from moetrt.segments.bounds import lowest
 from moetrt.segments.combine import Combine, combine_of
+from moetrt.segments.constants import axes, scalar
 from moetrt.segments.gather import DENSE_FORM, MOST_ROUTES, chosen_experts
 from moetrt.segments.maps import clamped_map, route_numbers
-from moetrt.segments.reading import (
-    axes,
-    before_upcast,
-    cast_source,
-    dim,
-    dims,
-    is_op,
-    named,
-    rank,
-    scalar,
-    sole_reader,
-)
+from moetrt.segments.reading import before_upcast, cast_source, dim, dims, is_op, named, rank, sole_reader
 from moetrt.segments.routers import chosen_of, is_routed
 from moetrt.segments.routes import (
     Found,

@@ -1,6 +1,5 @@
-"""Questions to an onnx_ir graph that the segments ask: constants, readers, shapes."""
+"""Questions to an onnx_ir graph that the segments ask: stored values, readers, dtypes, shapes."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -55,53 +54,12 @@ def named(node: ir.Node) -> str:
     return f"{node.op_type} '{node.name or node.outputs[0].name}'"
 
 
-def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+def stored(value: ir.Value) -> ir.TensorProtocol | None:
     """The tensor of an initializer that nobody can override, or of a Constant node; its data stays where it is."""
-    if value is None or value.is_graph_input():
+    node = value.producer()
+    if value.is_graph_input() or (node is not None and not is_op(node, "Constant")):
         return None
     return ir.convenience.get_const_tensor(value)
-
-
-def is_constant(value: ir.Value | None) -> bool:
-    """Whether ``value`` is the same on every run."""
-    return constant(value) is not None
-
-
-def ints(value: ir.Value | None) -> list[int] | None:
-    """The elements of a small constant of integers."""
-    tensor = constant(value)
-    if tensor is None or tensor.size > 16 or not tensor.dtype.is_integer():
-        return None
-    return [int(element) for element in elements(tensor).ravel()]
-
-
-def scalar(value: ir.Value | None) -> float | None:
-    """The finite number that a constant of one element holds, or that Expand or ConstantOfShape repeats."""
-    tensor = constant(value)
-    if tensor is None:
-        return _filled(value)
-    if tensor.size != 1:
-        return None
-    element = elements(tensor).ravel()[0]
-    # The shortest text that is this float32: 1e-06 rather than 9.999999974752427e-07.
-    number = float(str(element)) if tensor.dtype == ir.DataType.FLOAT else float(element)
-    return number if math.isfinite(number) else None
-
-
-def _filled(value: ir.Value | None) -> float | None:
-    node = value.producer() if value is not None else None
-    if node is None:
-        return None
-    if is_op(node, "Expand"):
-        return scalar(node.inputs[0])
-    if is_op(node, "Cast") and value is not None and value.dtype == ir.DataType.FLOAT:
-        # What widens a half-precision number keeps it: ONNX Runtime puts such Casts into files that it optimises.
-        source = node.inputs[0]
-        return scalar(source) if source is not None and source.dtype in HALF_DTYPES else None
-    if is_op(node, "ConstantOfShape"):
-        fill = node.attributes.get("value")
-        return float(elements(fill.as_tensor()).ravel()[0]) if fill is not None else 0.0
-    return None
 
 
 def elements(tensor: ir.TensorProtocol) -> np.ndarray:
@@ -116,7 +74,7 @@ def elements(tensor: ir.TensorProtocol) -> np.ndarray:
 def dims(value: ir.Value) -> list[int | str | None] | None:
     """The dimensions: a number, a symbol, or None where nothing is known; None for an unknown rank."""
     if value.shape is None:
-        tensor = constant(value)
+        tensor = stored(value)
         return list(tensor.shape.numpy()) if tensor is not None else None
     return [dim if isinstance(dim, int) else dim.value for dim in value.shape]
 
@@ -188,12 +146,3 @@ _KEPT_BY = {
 def keeps(dtype: ir.DataType | None, numbers: ir.DataType | None) -> bool:
     """Whether ``dtype`` has every number of the floating-point dtype ``numbers``: a Cast to it rounds nothing."""
     return numbers is not None and dtype in _KEPT_BY.get(numbers, ())
-
-
-def axes(node: ir.Node, default: list[int]) -> list[int] | None:
-    """The axes of a Reduce, Squeeze or Unsqueeze node, an input or an attribute; None where they are not constant."""
-    attribute = node.attributes.get("axes")
-    if attribute is not None:
-        return [int(axis) for axis in attribute.as_ints()]
-    value = input_of(node, 1)
-    return default if value is None else ints(value)

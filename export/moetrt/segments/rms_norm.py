@@ -7,23 +7,22 @@ have: what it fuses, this walk finds.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
+from moetrt.segments.constants import axes, constant, is_constant, scalar
 from moetrt.segments.reading import (
     FLOAT_DTYPES,
     HALF_DTYPES,
     SHAPE_OPS,
-    axes,
-    constant,
     dim,
     dims,
     dtype_name,
     elements,
     input_of,
-    is_constant,
     is_op,
     keeps,
     keeps_width,
@@ -31,8 +30,9 @@ from moetrt.segments.reading import (
     other_input,
     rank,
     readers,
-    scalar,
+    same_shape,
     sole_reader,
+    stored,
 )
 from moetrt.segments.tail import Operand
 
@@ -204,8 +204,7 @@ def _rounded(value: ir.Value, hidden: ir.Value) -> ir.Value:
 
 
 def _spelled_out(node: ir.Node, source: _Source) -> _Found | None:
-    """Square, mean, eps, root, multiply, gamma."""
-    hidden = source.hidden
+    """Square, mean, eps, root, and the products of the hidden state, the root's inverse and gamma."""
     if is_op(node, "ReduceMean") and node.inputs[0] is source.value:
         if _next(node.outputs[0], "Sub", source=source) is not None:
             raise _No(f"{named(node)} follows: LayerNorm (the mean is subtracted), not RMSNorm")
@@ -214,7 +213,25 @@ def _spelled_out(node: ir.Node, source: _Source) -> _Found | None:
     if mean is None:
         return None
     deviation, eps = _plus_eps(mean, source)
-    normalised = _normalised(deviation, source)
+    products = _products(deviation, source)
+    for product, factor in products:
+        if source.is_copy(factor):
+            return _gamma_last(product.outputs[0], eps, source)
+    for product, factor in products:
+        found = _gamma_times_hidden(product, factor, eps, source) or _gamma_times_inverse(product, factor, eps, source)
+        if found is not None:
+            return found
+    if rank(mean) != rank(source.value):
+        raise _No(f"the mean of the squares '{mean.name}' does not keep the last axis (keepdims=0)")
+    raise _No(
+        f"the root of '{deviation.name}' does not divide the hidden state in a form that is known: "
+        "x / sqrt(mean(x * x) + eps) is taken"
+    )
+
+
+def _gamma_last(normalised: ir.Value, eps: float, source: _Source) -> _Found:
+    """``(hidden * inverse) * gamma``; the first product may be rounded to the rows' dtype."""
+    hidden = source.hidden
     narrow = {normalised.dtype} & set(HALF_DTYPES)
     while _next(normalised, "Mul", source=None) is None:
         step = _next(normalised, "Cast", "Identity", source=None)
@@ -238,6 +255,46 @@ def _spelled_out(node: ir.Node, source: _Source) -> _Found | None:
     return _Found(_rounded(multiply.outputs[0], hidden), gamma, eps, 0 if narrow else 1, normalised)
 
 
+def _gamma_times_hidden(product: ir.Node, factor: ir.Value, eps: float, source: _Source) -> _Found | None:
+    """``(gamma * hidden) * inverse``."""
+    steps: list[ir.Node] = []
+    while (node := factor.producer()) is not None and is_op(node, "Cast", "Identity", "Mul"):
+        steps.append(node)
+        if is_op(node, "Mul") or node.inputs[0] is None:
+            break
+        factor = node.inputs[0]
+    if not steps or not is_op(steps[-1], "Mul"):
+        return None
+    for copy, gamma in (steps[-1].inputs, steps[-1].inputs[::-1]):
+        if copy is not None and gamma is not None and source.is_copy(copy):
+            _check_float32(*steps)
+            return _Found(_rounded(product.outputs[0], source.hidden), gamma, eps, 1, copy)
+    return None
+
+
+def _gamma_times_inverse(product: ir.Node, gamma: ir.Value, eps: float, source: _Source) -> _Found | None:
+    """``(gamma * inverse) * hidden``."""
+    if not is_constant(gamma) or dim(gamma, -1) != dim(source.value, -1):
+        return None
+    inverse = other_input(product, gamma)
+    for scaled in _copies(product.outputs[0], source):
+        for node in readers(scaled):
+            if is_op(node, "Mul") and source.is_copy(other_input(node, scaled)):
+                _check_float32(node, product)
+                return _Found(_rounded(node.outputs[0], source.hidden), gamma, eps, 1, inverse)
+    return None
+
+
+def _check_float32(*nodes: ir.Node) -> None:
+    """The operator rounds after gamma, or between the normalised value and gamma, not where ``nodes`` do."""
+    for node in nodes:
+        if node.outputs[0].dtype != ir.DataType.FLOAT:
+            raise _No(
+                f"{named(node)} rounds to {dtype_name(node.outputs[0].dtype)} what gamma multiplies before the norm is "
+                "complete: multiply the normalised value by gamma, or normalise in float32"
+            )
+
+
 def _squares(node: ir.Node, source: ir.Value) -> bool:
     if is_op(node, "Pow"):
         return node.inputs[0] is source and scalar(node.inputs[1]) == 2.0
@@ -251,27 +308,106 @@ def _next(value: ir.Value, *op_types: str, source: _Source | None) -> ir.Node | 
 
 
 def _copies(value: ir.Value, source: _Source) -> Iterator[ir.Value]:
-    """``value`` and its Casts to float32 or to the hidden state's dtype."""
+    """``value`` and its Casts to float32 or to the hidden state's dtype; of one number a row, its Reshapes too."""
     yield value
     for node in readers(value):
-        if is_op(node, "Identity") or (
-            is_op(node, "Cast") and node.outputs[0].dtype in (ir.DataType.FLOAT, source.hidden.dtype)
+        if (
+            is_op(node, "Identity")
+            or (is_op(node, "Cast") and node.outputs[0].dtype in (ir.DataType.FLOAT, source.hidden.dtype))
+            or (is_op(node, *SHAPE_OPS) and node.inputs[0] is value and _is_per_row(node.outputs[0], source))
         ):
             yield from _copies(node.outputs[0], source)
 
 
+def _is_per_row(value: ir.Value, source: _Source) -> bool:
+    """Whether a Reshape to ``value`` keeps one number for each row, the rows as they lie, with a last axis or none."""
+    here, rows = dims(value), (dims(source.value) or [])[:-1]
+    if here is None or not 0 <= len(here) - len(rows) <= 1:
+        return False
+    wanted = rows if len(here) == len(rows) else [*rows, 1]
+    # A Reshape keeps the number of elements: where all dimensions but one are the same, so is the last.
+    return sum(one is None or one != other for one, other in zip(here, wanted, strict=True)) <= 1
+
+
 def _mean_square(node: ir.Node, source: _Source) -> ir.Value | None:
-    """The mean of the squares that ``node`` begins, over the last axis: by ReduceMean, or as a sum divided by H."""
-    if is_op(node, "ReduceSumSquare") and node.inputs[0] is source.value:
-        _check_axis(node)
-        return _divided_by_width(node, source)
-    if not _squares(node, source.value):
+    """The mean of the squares that ``node`` begins: reduced by whatever sums or averages, and divided by H."""
+    width, share, tolerance = dim(source.value, -1), 1.0, 2.0**-50
+    summed = node if _sums_squares(node, source) else None
+    if summed is None and not _squares(node, source.value):
         return None
-    reduce = _next(node.outputs[0], "ReduceMean", "ReduceSum", source=source)
-    if reduce is None:
+    value = node.outputs[0]
+    while True:
+        if summed is not None and isinstance(width, int) and math.isclose(share * width, 1.0, rel_tol=tolerance):
+            return value
+        step = None if summed is not None else _next(value, "ReduceMean", "ReduceSum", "MatMul", source=source)
+        reduces = step is not None
+        step = step or _next(value, "Div", "Mul", source=source)
+        factor, rounding = (None, 0.0) if step is None else _reduced(step, width) if reduces else _scaled(step)
+        if step is None or factor is None:
+            break
+        summed = step if reduces else summed
+        share, tolerance, value = share * factor, tolerance + rounding, step.outputs[0]
+    if summed is None:
         raise _No(f"{named(node)} squares the hidden state, but no ReduceMean follows: not an RMSNorm that is known")
+    if value is not summed.outputs[0]:
+        maker = value.producer()
+        assert maker is not None
+        by = 1 / share if is_op(maker, "Div") else share
+        raise _No(f"{named(maker)} makes no mean of the squares: by {by:g}, while H is {width}")
+    if step is None:
+        raise _No(f"{named(summed)} sums the squares, but no division by H follows: not an RMSNorm that is known")
+    raise _No(f"{named(step)} after the sum of squares has no constant number for H")
+
+
+def _sums_squares(node: ir.Node, source: _Source) -> bool:
+    """Whether ``node`` sums the hidden state's squares over the last axis by itself."""
+    if any(value is not source.value for value in node.inputs[: 2 if is_op(node, "Einsum") else 1]):
+        return False
+    if is_op(node, "ReduceSumSquare"):
+        _check_axis(node)
+        return True
+    if not is_op(node, "Einsum"):
+        return False
+    read, _, made = node.attributes["equation"].as_string().replace(" ", "").partition("->")
+    one, _, other = read.partition(",")
+    return one == other and made == one[:-1] and len(set(one.replace("...", ""))) == len(one.replace("...", ""))
+
+
+def _reduced(reduce: ir.Node, width: int | str | None) -> tuple[float | None, float]:
+    """What a sum or mean over the last axis multiplies the sum by, and how far rounded; None where it is another."""
+    if is_op(reduce, "MatMul"):
+        return _products_sum(reduce, width)
     _check_axis(reduce)
-    return reduce.outputs[0] if is_op(reduce, "ReduceMean") else _divided_by_width(reduce, source)
+    return (1.0 / width if is_op(reduce, "ReduceMean") and isinstance(width, int) else 1.0), 0.0
+
+
+def _products_sum(product: ir.Node, width: int | str | None) -> tuple[float | None, float]:
+    """The number that a product with a column of H equal numbers sums by."""
+    column = product.inputs[1]
+    tensor = constant(column)
+    if column is None or tensor is None or dims(column) not in ([width, 1], [width]):
+        return None, 0.0
+    numbers = elements(tensor).ravel()
+    if not np.isfinite(numbers[0]) or (numbers != numbers[0]).any():
+        return None, 0.0
+    return float(numbers[0]), _rounding(column)
+
+
+def _scaled(node: ir.Node) -> tuple[float | None, float]:
+    """What a Mul or Div by a constant number multiplies by, and how far that may be rounded; None where it has none."""
+    other, factor = _number_in(node)
+    if other is None or not factor:
+        return None, 0.0
+    return (1.0 / factor if is_op(node, "Div") else factor), _rounding(other)
+
+
+def _number_in(node: ir.Node) -> tuple[ir.Value | None, float | None]:
+    """The constant number that ``node`` adds to, or multiplies or divides, a value whose shape it keeps."""
+    for index in (1,) if is_op(node, "Div") else (0, 1):
+        number, value = scalar(node.inputs[index]), node.inputs[1 - index]
+        if number is not None and value is not None and same_shape(value, node.outputs[0]):
+            return node.inputs[index], number
+    return None, None
 
 
 def _check_axis(reduce: ir.Node) -> None:
@@ -282,40 +418,22 @@ def _check_axis(reduce: ir.Node) -> None:
     size = rank(before) if before is not None else None
     if [axis - size if size is not None and axis >= 0 else axis for axis in found] != [-1]:
         raise _No(f"{named(reduce)} is over axes {found}, not over the last one alone")
-    if reduce.attributes.get_int("keepdims", 1) != 1:
-        raise _No(f"{named(reduce)} does not keep the last axis (keepdims=0)")
 
 
 _ROUNDING = {ir.DataType.FLOAT: 2.0**-24, ir.DataType.FLOAT16: 2.0**-11, ir.DataType.BFLOAT16: 2.0**-8}
 """How far the nearest number of a dtype may be from 1/H, as a part of it."""
 
 
-def _divided_by_width(reduce: ir.Node, source: _Source) -> ir.Value:
-    node = _next(reduce.outputs[0], "Div", "Mul", source=source)
-    if node is None:
-        raise _No(f"{named(reduce)} sums the squares, but no division by H follows: not an RMSNorm that is known")
-    other = node.inputs[1] if is_op(node, "Div") else _scalar_input(node)
-    factor, width = scalar(other), dim(source.value, -1)
-    if factor is None or other is None or not isinstance(width, int):
-        raise _No(f"{named(node)} after the sum of squares has no constant number for H")
-    wanted = float(width) if is_op(node, "Div") else 1.0 / width
-    tensor = constant(other)
-    dtype = other.dtype or (tensor.dtype if tensor is not None else None)
-    if not math.isclose(factor, wanted, rel_tol=_ROUNDING.get(dtype, 0.0) if dtype is not None else 0.0):
-        raise _No(f"{named(node)} makes no mean of the squares: by {factor:g}, while H is {width}")
-    return node.outputs[0]
-
-
-def _scalar_input(node: ir.Node) -> ir.Value | None:
-    return next((value for value in node.inputs if scalar(value) is not None), None)
+def _rounding(value: ir.Value) -> float:
+    dtype = _dtype_of(value)
+    return _ROUNDING.get(dtype, 2.0**-52) if dtype is not None else 0.0
 
 
 def _plus_eps(mean: ir.Value, source: _Source) -> tuple[ir.Value, float]:
     add = _next(mean, "Add", source=source)
     if add is None:
         return mean, 0.0
-    other = next((value for value in add.inputs if scalar(value) is not None), None)
-    eps = scalar(other)
+    _, eps = _number_in(add)
     if eps is None:
         raise _No(f"eps of the RMSNorm ({named(add)}) is not a constant number")
     if eps < 0:
@@ -323,34 +441,40 @@ def _plus_eps(mean: ir.Value, source: _Source) -> tuple[ir.Value, float]:
     return add.outputs[0], eps
 
 
-def _normalised(deviation: ir.Value, source: _Source) -> ir.Value:
-    """``source / sqrt(deviation)``: by Sqrt, or Pow with 0.5 or -0.5; by Reciprocal, or Div."""
-    roots: list[ir.Value] = []
-    inverses: list[ir.Value] = []
-    for copy in _copies(deviation, source):
+def _products(deviation: ir.Value, source: _Source) -> list[tuple[ir.Node, ir.Value]]:
+    """What multiplies by ``1 / sqrt(deviation)``, or divides by the root, and what it multiplies or divides."""
+    found: list[tuple[ir.Node, ir.Value]] = []
+    for value, power in _powers(deviation, 1.0, source):
+        here = dims(value)
+        if here is None or len(here) != rank(source.value) or here[-1] != 1:
+            continue  # it would meet the rows along another axis
+        for node in readers(value):
+            if power == 0.5 and is_op(node, "Div") and node.inputs[1] is value:
+                factor = node.inputs[0]
+            else:
+                factor = other_input(node, value) if power == -0.5 and is_op(node, "Mul") else None
+            if factor is not None:
+                found.append((node, factor))
+    return found
+
+
+def _powers(value: ir.Value, power: float, source: _Source) -> Iterator[tuple[ir.Value, float]]:
+    """``value``, which is that power of the deviation, and what roots and inverses make of it, each with its power."""
+    for copy in _copies(value, source):
+        yield copy, power
         for node in readers(copy):
-            power = scalar(node.inputs[1]) if is_op(node, "Pow") and node.inputs[0] is copy else None
-            if is_op(node, "Sqrt") or power == 0.5:
-                roots += _copies(node.outputs[0], source)
-            elif power == -0.5:
-                inverses += _copies(node.outputs[0], source)
-    for root in roots:
-        for node in readers(root):
-            if is_op(node, "Reciprocal"):
-                inverses += _copies(node.outputs[0], source)
-            elif is_op(node, "Div") and node.inputs[1] is root:
-                if scalar(node.inputs[0]) == 1.0:
-                    inverses += _copies(node.outputs[0], source)
-                elif source.is_copy(node.inputs[0]):
-                    return node.outputs[0]
-    for inverse in inverses:
-        for node in readers(inverse):
-            if is_op(node, "Mul") and source.is_copy(other_input(node, inverse)):
-                return node.outputs[0]
-    raise _No(
-        f"the root of '{deviation.name}' does not divide the hidden state in a form that is known: "
-        "x / sqrt(mean(x * x) + eps) is taken"
-    )
+            if is_op(node, "Sqrt"):
+                after = power / 2
+            elif is_op(node, "Reciprocal") or (
+                is_op(node, "Div") and node.inputs[1] is copy and scalar(node.inputs[0]) == 1.0
+            ):
+                after = -power
+            elif is_op(node, "Pow") and node.inputs[0] is copy and (exponent := scalar(node.inputs[1])):
+                after = power * exponent
+            else:
+                continue
+            if same_shape(copy, node.outputs[0]):
+                yield from _powers(node.outputs[0], after, source)
 
 
 def _check_readers(found: _Found, source: _Source) -> None:
@@ -397,54 +521,74 @@ _SAME_NUMBERS = ("Cast", "Identity", *SHAPE_OPS)
 
 
 def _gamma(value: ir.Value, source: _Source) -> tuple[Operand, float]:
-    """The stored weight behind ``value``, with the 1 that Gemma adds to it."""
+    """The constant that the norm multiplies by, with the 1 that Gemma adds to it.
+
+    It is the stored weight where the nodes after it keep its numbers; else what they make, and they stay.
+    """
     width, here = dim(source.value, -1), dims(value)
     if here is not None and (
         not here or any(size != 1 for size in here[:-1]) or here[-1] != width or len(here) > (rank(source.value) or 0)
     ):
         raise _No(f"gamma '{value.name}' has shape {here}; [H] = [{width}] is taken")
-    bias, rounded = 0.0, False
-    steps: list[ir.Node] = []
-    while not is_constant(value):
+    if not is_constant(value):
+        raise _No(_of_no_constant(value))
+    for operand, bias in (_stored_gamma(value), (value, 0.0)):
+        if operand is None:
+            continue
+        dtype, shape = _dtype_of(operand), dims(operand) or []
+        if not isinstance(width, int) or _count(shape) != width or dtype is None:
+            continue
+        if dtype in (ir.DataType.FLOAT, source.hidden.dtype):
+            operand.dtype = dtype
+            return Operand(operand, reshape_to=None if shape == [width] else (width,)), bias
+    raise _No(f"gamma '{value.name}' is {dtype_name(_dtype_of(value))}; the rows' dtype or FLOAT is taken")
+
+
+def _stored_gamma(value: ir.Value) -> tuple[ir.Value | None, float]:
+    """The stored weight whose numbers ``value`` has, or has with 1 added in float32; None where it has other ones."""
+    bias = 0.0
+    while stored(value) is None:
         node = value.producer()
-        if node is None:
-            raise _No(f"gamma '{value.name}' is an input of the graph, not a constant: store it as an initializer")
-        one = next((index for index in (0, 1) if is_op(node, "Add") and scalar(node.inputs[index]) == 1.0), None)
-        if one is not None and not bias:
-            bias, before = 1.0, node.inputs[1 - one]
-        else:
-            before = node.inputs[0] if is_op(node, *_SAME_NUMBERS) else None
-            if is_op(node, "Cast") and value.dtype not in FLOAT_DTYPES:
-                before = None
-            elif is_op(node, "Cast") and before is not None:
-                rounded = rounded or not keeps(value.dtype, before.dtype)
+        assert node is not None
+        plain = _plus_one(node) if value.dtype == ir.DataType.FLOAT and not bias else None
+        before = _same_numbers(node) if plain is None else plain
         if before is None:
-            raise _No(f"gamma comes from {named(node)}, not from a constant")
-        steps.insert(0, node)
+            return None, 0.0
+        value, bias = before, bias if plain is None else 1.0
+    return value, bias
+
+
+def _of_no_constant(value: ir.Value) -> str:
+    """In words, where a gamma comes from that is not the same on every run."""
+    while (node := value.producer()) is not None:
+        before = _plus_one(node) or (node.inputs[0] if is_op(node, *_SAME_NUMBERS) else None)
+        if before is None:
+            return f"gamma comes from {named(node)}, not from a constant"
         value = before
-    tensor = constant(value)
-    if value.dtype is None and tensor is not None:
-        value.dtype = tensor.dtype
-    shape = dims(value) or []
-    if not isinstance(width, int) or math.prod(size if isinstance(size, int) else 0 for size in shape) != width:
-        raise _No(f"gamma '{value.name}' has shape {shape}; [H] = [{width}] is taken")
-    if rounded and tensor is not None:
-        numbers = _rounded_gamma(tensor, steps)
-        return Operand(value, make=lambda write: write("Constant", [], {"value": numbers}, numbers.dtype, [width])), 0.0
-    if value.dtype not in (ir.DataType.FLOAT, source.hidden.dtype):
-        raise _No(f"gamma '{value.name}' is {dtype_name(value.dtype)}; the rows' dtype or FLOAT is taken")
-    return Operand(value, reshape_to=None if shape == [width] else (width,)), bias
+    return f"gamma '{value.name}' is an input of the graph, not a constant: store it as an initializer"
 
 
-def _rounded_gamma(stored: ir.TensorProtocol, steps: list[ir.Node]) -> ir.TensorProtocol:
-    """The numbers that the norm multiplies by, flat, where Casts among ``steps`` round the ``stored`` ones."""
-    made = elements(stored).ravel()
-    for node in steps:
-        if is_op(node, "Add"):
-            made = made + made.dtype.type(1)
-        elif is_op(node, "Cast"):
-            made = made.astype(ir.DataType(node.attributes["to"].as_int()).numpy())
-    return ir.tensor(made)
+def _plus_one(node: ir.Node) -> ir.Value | None:
+    """What ``node`` adds 1 to."""
+    one = next((index for index in (0, 1) if is_op(node, "Add") and scalar(node.inputs[index]) == 1.0), None)
+    return node.inputs[1 - one] if one is not None else None
+
+
+def _same_numbers(node: ir.Node) -> ir.Value | None:
+    """What has the numbers of the result of ``node``, in their order."""
+    before = node.inputs[0] if is_op(node, *_SAME_NUMBERS) else None
+    if before is not None and is_op(node, "Cast") and not keeps(node.outputs[0].dtype, _dtype_of(before)):
+        return None
+    return before
+
+
+def _count(shape: Sequence[int | str | None]) -> int:
+    return math.prod(size if isinstance(size, int) else 0 for size in shape)
+
+
+def _dtype_of(value: ir.Value) -> ir.DataType | None:
+    tensor = stored(value) if value.dtype is None else None
+    return value.dtype if tensor is None else tensor.dtype
 
 
 def what_follows(result: ir.Value) -> str | None:

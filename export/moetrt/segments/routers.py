@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import dim, dims, is_constant, is_op, named, rank, readers
+from moetrt.segments.constants import is_constant
+from moetrt.segments.reading import dim, dims, is_op, named, rank, readers
 
 FORM = "router"
 

@@ -9,23 +9,19 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from moetrt.segments.bounds import lowest
+from moetrt.segments.constants import axes, constant, ints, is_constant, scalar
 from moetrt.segments.reading import (
     FLOAT_DTYPES,
-    axes,
     before_upcast,
     cast_source,
-    constant,
     dim,
     dims,
     dtype_name,
     input_of,
-    ints,
-    is_constant,
     is_op,
     keeps,
     named,
     rank,
-    scalar,
     sole_reader,
 )
 from moetrt.segments.sizes import is_named, surely_equal

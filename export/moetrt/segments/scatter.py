@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from moetrt.segments.constants import scalar
 from moetrt.segments.gather import sorted_source
 from moetrt.segments.indices import permutation_behind, tokens_of_routes
 from moetrt.segments.maps import inverse_map
-from moetrt.segments.reading import before_upcast, dim, is_op, named, other_input, rank, readers, scalar, sole_reader
+from moetrt.segments.reading import before_upcast, dim, is_op, named, other_input, rank, readers, sole_reader
 from moetrt.segments.routes import (
     Found,
     NotThis,
