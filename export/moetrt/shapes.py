@@ -39,6 +39,17 @@ def fill_in_shapes(model: ir.Model) -> None:
         _fill_symbols(model)
 
 
+def fill_in_unknown(model: ir.Model) -> None:
+    """Gives values with an unknown dimension what can be inferred now that the graph is another one."""
+    values = [value for graph in model.graphs() for node in graph for value in node.outputs if _has_unknown(value)]
+    before = {value: value.shape for value in values}
+    for value in values:
+        value.shape = None
+    fill_in_shapes(model)
+    for value, shape in before.items():
+        value.shape = value.shape or shape
+
+
 def fill_in_types(model: ir.Model) -> None:
     """Gives values without a dtype or shape what onnx infers through the file's own functions, which stay as they are.
 

@@ -79,7 +79,7 @@ class Found:
         by_column: whether the walk goes back from one term, which holds one route of each token.
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
         same_tokens: whether weights and map are of the same shape, whatever their dimensions are named.
-        nan_beyond: whether an entry below -1 gives NaN already, as the operator does.
+        nan_beyond: whether an entry that names no row gives NaN already, as in the operator's own body.
         padded: whether columns after the first H were cut off.
         casts: what Casts made of the products and rows on the way.
     """
@@ -339,7 +339,8 @@ def _split_operators_where(node: ir.Node, found: Found) -> ir.Value | None:
     kept = _mask(found.here(given(node.inputs[0])), True, found)
     if absent is None or absent != kept:
         return None
-    found.nan_beyond = True
+    # The operator's weights have its map's shape.
+    found.nan_beyond = found.same_tokens = True
     return node.inputs[1]
 
 
@@ -759,6 +760,7 @@ def weighted_seed(
         scale=found.scale,
         apply_expert_weights=int(bool(found.weights)),
         problem=problem,
+        own_body=found.nan_beyond,
     )
 
 
