@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import dim, dims, is_constant, is_op, named, rank, readers
+from moetrt.segments.reading import SHAPE_OPS, dim, dims, is_constant, is_op, named, rank, readers
 
 FORM = "router"
 
@@ -13,6 +13,8 @@ _MOST_EXPERTS = 2048
 _MOST_ROUTES = 64
 _MOST_NODES = 64
 _MOST_READERS = 512
+
+_SAME_NUMBERS = ("Cast", "Identity", "Transpose", *SHAPE_OPS)
 
 _PRODUCTS = ("MatMul", "Gemm", "Conv", "Einsum")
 
@@ -42,6 +44,49 @@ def chosen_of(ids: ir.Value) -> int | None:
         return None
     count = dim(node.inputs[0], ndim - 1)
     return count if isinstance(count, int) else None
+
+
+def by_chosen_experts(rows: ir.Value, top_k: int) -> bool:
+    """Whether experts that a router chose, K a token, made ``rows``: it picked the weights of their last product."""
+    seen: set[ir.Node] = set()
+    pending = [rows]
+    while pending and len(seen) < _MOST_NODES:
+        node = pending.pop().producer()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        operands = [value for value in node.inputs if value is not None]
+        if is_op(node, *_PRODUCTS) and any(_picked_by_router(operand, top_k) for operand in operands):
+            return True
+        # A bias of each expert may be added to its product.
+        if is_op(node, "Add", *_SAME_NUMBERS):
+            pending += operands
+    return False
+
+
+def _picked_by_router(weight: ir.Value, top_k: int) -> bool:
+    """Whether ``weight`` holds the weights of the experts that a router chose, out of all experts'."""
+    node = weight.producer()
+    while is_op(node, "DequantizeLinear", *_SAME_NUMBERS) and node is not None and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is None or not is_op(node, "Gather", "GatherND") or node.inputs[0] is None:
+        return False
+    # A table of words, [V, H], has one row each; an expert's weights are a matrix.
+    if not _is_weight(node.inputs[0]) or (rank(node.inputs[0]) or 0) < 3:
+        return False
+    seen: set[ir.Node] = set()
+    pending = [node.inputs[1]]
+    while pending and len(seen) < _MOST_NODES:
+        value = pending.pop()
+        step = value.producer() if value is not None else None
+        if step is None or step in seen or _makes_scores(step):
+            continue
+        chosen = _chosen(step)
+        if chosen is not None:
+            return chosen == (top_k, dim(node.inputs[0], 0))
+        seen.add(step)
+        pending += list(step.inputs)
+    return False
 
 
 def router_behind(rows: ir.Value, top_k: int | str | None) -> ir.Value | None:
