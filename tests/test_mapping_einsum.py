@@ -14,7 +14,7 @@ E, INT32, INT64 = 4, 6, 7
 
 
 def operands(g: Graph, layout: Mapping[str, str]) -> dict[str, str]:
-    """By what it is, an operand in the layout that its letters say; t tokens, k routes, e experts or rows, h columns."""
+    """Operands by name, laid out as their letters say: t tokens, k routes, e experts or rows, h columns."""
     scores = g.input("scores", ["T", E])
     weights = g.op("TopK", scores, g.ints(TOP_K), axis=-1, count=2)
     ids = g.nodes[-1].output[1]

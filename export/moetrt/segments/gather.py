@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from moetrt.segments.combine import Combine, combine_of, picked_by_einsum
 from moetrt.segments.indices import is_permutation
-from moetrt.segments.maps import dense_map, inverse_map, inverted, route_numbers, unit_weights
+from moetrt.segments.maps import dense_map, inverse_map, inverted, route_numbers
 from moetrt.segments.reading import before_upcast, dim, dims, input_of, is_op, named, rank
 from moetrt.segments.routers import by_chosen_experts, is_routed
 from moetrt.segments.routes import (
@@ -20,6 +20,7 @@ from moetrt.segments.routes import (
     never_negative,
     picked_seed,
     strip,
+    unit_weights,
     walk_back,
     weighted_seed,
     without_reshapes,
@@ -77,7 +78,7 @@ def _picked(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
         unweighted = _weights_before(data, order, base.k_first, found)
         if unweighted is not None:
             data = unweighted
-    weighted = bool(found.weights or found.masks)
+    weighted = bool(found.masks) or any(weights.over is None for weights in found.weights)
     if not weighted and not (isinstance(found.top_k, int) and found.top_k <= MOST_ROUTES):
         return None
     seed = picked_seed(FORM, total.end, data, rows.index, found, only_read=rows.value)
@@ -159,7 +160,7 @@ def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     if not found.weights:
         return _unweighted(total, data, rows)
     weights = found.weights[0]
-    if len(found.weights) == 1 and not found.masks:
+    if len(found.weights) == 1 and weights.over is None and not found.masks:
         matrix = strip(weights, found)
         combine = combine_of(matrix.value) if not matrix.k_first and rank(matrix.value) in (2, 3) else None
         if combine is not None:

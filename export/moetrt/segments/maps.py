@@ -3,7 +3,7 @@
 import onnx_ir as ir
 
 from moetrt.segments.indices import is_permutation
-from moetrt.segments.reading import dims, is_op
+from moetrt.segments.reading import is_op
 from moetrt.segments.routes import Found, PerRoute, given, is_range, per_route_operand, raised, strip
 from moetrt.segments.tail import Operand, Write, written
 
@@ -95,18 +95,3 @@ def route_numbers(weights: PerRoute, top_k: int) -> Operand:
 def clamped_map(index: Operand) -> Operand:
     """``index`` with its entries below 0 made 0."""
     return raised(index, 0)
-
-
-def unit_weights(routes: ir.Value, top_k: int) -> Operand:
-    """Weights of 1 for rows [..., H] that lie in the routes' order: float32 [T, K].
-
-    Their operator does not read them where its attribute is 0, but they give it T and K.
-    """
-    leading = (dims(routes) or [])[:-1]
-
-    def make(write: Write) -> ir.Value:
-        sizes = write("Shape", [routes], {"start": 0, "end": -1}, _INT64, [len(leading)])
-        one = ir.tensor([1.0], dtype=ir.DataType.FLOAT)
-        return write("ConstantOfShape", [sizes], {"value": one}, ir.DataType.FLOAT, leading)
-
-    return Operand(routes, reshape_to=None if len(leading) == 2 else (-1, top_k), make=make)

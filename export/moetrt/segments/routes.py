@@ -23,12 +23,13 @@ from moetrt.segments.reading import (
     is_constant,
     is_op,
     keeps,
+    may_be_equal,
     named,
     rank,
     scalar,
     sole_reader,
 )
-from moetrt.segments.sizes import is_named, surely_equal
+from moetrt.segments.sizes import Size, is_named, surely_equal
 from moetrt.segments.tail import Operand, Seed, Write, written
 
 _INT32 = ir.DataType.INT32
@@ -60,12 +61,16 @@ class PerRoute:
         k_first: the elements lie as [K, T] rather than [T, K].
         column: the k that was selected on the way here, in a sum that the graph writes term by term.
         below: of a map that a mask is made from: whether the mask keeps the rows of entries below -1.
+        of: where it has fewer numbers, what has one: "t" a token, "k" a place among a token's routes, "" all of them.
+        over: the rows that these few multiply, [T, K, H] or in the layout that ``k_first`` says.
     """
 
     value: ir.Value
     k_first: bool = False
     column: int | None = None
     below: bool = field(default=False, compare=False)
+    of: str | None = None
+    over: ir.Value | None = None
 
 
 @dataclass
@@ -300,6 +305,10 @@ def _take_factor(node: ir.Node, product: ir.Value, found: Found) -> ir.Value | N
         if _is_per_route(factor, product):
             take_weights(found.here(factor), found)
             return routes
+        of = None if found.by_column else _few(factor, routes, found.k_first)
+        if of is not None:
+            found.weights.append(PerRoute(before_upcast(factor), found.k_first, of=of, over=routes))
+            return routes
     return None
 
 
@@ -309,6 +318,29 @@ def _is_per_route(factor: ir.Value, product: ir.Value) -> bool:
     if shape is None or whole is None or len(shape) != len(whole) or shape[-1] != 1:
         return False
     return all(have != 1 or want == 1 for have, want in zip(shape[:-1], whole[:-1], strict=True))
+
+
+def _few(factor: ir.Value, routes: ir.Value, k_first: bool) -> str | None:
+    """What each number of ``factor`` is of, where it multiplies several ``routes``; see `PerRoute`."""
+    known, whole = dims(factor), dims(routes)
+    if known is None or whole is None or len(whole) not in (3, 4) or len(known) > len(whole):
+        return None
+    shape = [*[1] * (len(whole) - len(known)), *known]
+    if shape[-1] != 1 or (k_first and len(whole) != 3):
+        return None
+    k = 0 if k_first else len(whole) - 2
+    tokens = [axis for axis in range(len(whole) - 1) if axis != k]
+    repeated = [shape[axis] == 1 for axis in tokens]
+    if all(repeated):
+        return "" if shape[k] == 1 else "k"
+    if any(repeated) or shape[k] != 1:
+        return None
+    return None if any(_may_be_repeated(shape[axis], whole[axis]) for axis in tokens) else "t"
+
+
+def _may_be_repeated(one: Size, other: Size) -> bool:
+    """Whether the graph itself says that two dimensions need not be one number."""
+    return not may_be_equal(one, other) or (is_named(one) and is_named(other) and not surely_equal(one, other))
 
 
 def _take_mask(node: ir.Node, found: Found) -> ir.Value | None:
@@ -737,7 +769,7 @@ def weighted_seed(
     if found.weights:
         factors = []
         for weights in found.weights:
-            factor, complaint = per_route_operand(weights, found.top_k)
+            factor, complaint = per_route_operand(weights, found.top_k, index)
             factors.append(factor)
             problem = problem or complaint
             if weights.value.dtype not in (data.value.dtype, ir.DataType.FLOAT):
@@ -798,9 +830,21 @@ def _other_tokens(weights: Operand, index: Operand) -> str | None:
     )
 
 
-def per_route_operand(place: PerRoute, top_k: int | str | None) -> tuple[Operand, str | None]:
-    """One number a route, as an operand of shape [T, K]; and what is wrong with it."""
+def per_route_operand(
+    place: PerRoute, top_k: int | str | None, like: Operand | None = None
+) -> tuple[Operand, str | None]:
+    """One number a route, as an operand of shape [T, K]; and what is wrong with it.
+
+    Args:
+        place: the numbers.
+        top_k: K.
+        like: something of shape [T, K], where the graph has it.
+    """
     value = place.value
+    if place.over is not None:
+        if not isinstance(top_k, int):
+            return Operand(value), _unknown_k(value)
+        return Operand(value, make=lambda write: _spread(write, place, top_k, like)), None
     cast = ir.DataType.INT32 if value.dtype == ir.DataType.INT64 else None
     if place.k_first:
         if rank(value) != 2 and not isinstance(top_k, int):
@@ -818,8 +862,40 @@ def per_route_operand(place: PerRoute, top_k: int | str | None) -> tuple[Operand
     return Operand(value, cast), _unknown_k(value)
 
 
+def unit_weights(routes: ir.Value, top_k: int) -> Operand:
+    """Weights of 1 for rows [..., H] that lie in the routes' order: float32 [T, K].
+
+    Their operator does not read them where its attribute is 0, but they give it T and K.
+    """
+    leading = (dims(routes) or [])[:-1]
+
+    def make(write: Write) -> ir.Value:
+        sizes = write("Shape", [routes], {"start": 0, "end": -1}, ir.DataType.INT64, [len(leading)])
+        one = ir.tensor([1.0], dtype=ir.DataType.FLOAT)
+        return write("ConstantOfShape", [sizes], {"value": one}, ir.DataType.FLOAT, leading)
+
+    return Operand(routes, reshape_to=None if len(leading) == 2 else (-1, top_k), make=make)
+
+
 def _unknown_k(value: ir.Value) -> str:
     return f"'{value.name}' has shape {dims(value)}; [T, K] is taken where K is no number"
+
+
+def _spread(write: Write, place: PerRoute, top_k: int, like: Operand | None) -> ir.Value:
+    """[T, K] out of one number a token, one a place among its routes, or one for all."""
+    int64 = ir.DataType.INT64
+    sizes = {"t": [-1, 1], "k": [1, -1], "": [1, 1]}[str(place.of)]
+    numbers = write("Constant", [], {"value": ir.tensor(sizes, dtype=int64)}, int64, [2])
+    few = write("Reshape", [place.value, numbers], {}, place.value.dtype, [None if size == -1 else 1 for size in sizes])
+    if like is not None:
+        whole = written(replace(like, cast_to=None), write)
+    else:
+        assert place.over is not None
+        whole = written(unit_weights(place.over, top_k), write)
+        if place.k_first:
+            whole = write("Transpose", [whole], {"perm": [1, 0]}, whole.dtype, [None, top_k])
+    shape = write("Shape", [whole], {}, int64, [2])
+    return write("Expand", [few, shape], {}, few.dtype, [dim(whole, 0), top_k])
 
 
 def _transposed(write: Write, value: ir.Value, top_k: int | str | None) -> ir.Value:

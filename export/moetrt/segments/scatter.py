@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from moetrt.segments.gather import sorted_source
 from moetrt.segments.indices import permutation_behind, tokens_of_routes
-from moetrt.segments.maps import inverse_map, unit_weights
+from moetrt.segments.maps import inverse_map
 from moetrt.segments.reading import before_upcast, dim, is_op, named, other_input, rank, readers, scalar, sole_reader
 from moetrt.segments.routers import by_chosen_experts
 from moetrt.segments.routes import (
@@ -17,6 +17,7 @@ from moetrt.segments.routes import (
     are_rows,
     given,
     strip,
+    unit_weights,
     walk_back,
     weighted_seed,
     without_reshapes,

@@ -136,6 +136,11 @@ def _einsum(node: ir.Node) -> Sum | None:
     for factor in operands:
         if factor is wide[0]:
             continue
+        k = (set(routes) - set(result)).pop()
+        if factor.letters in (tokens, k, ""):
+            of = {tokens: "t", k: "k", "": ""}[factor.letters]
+            found.weights.append(PerRoute(before_upcast(factor.value), k_first, of=of, over=value))
+            continue
         if sorted(factor.letters) != sorted(routes[:-1]) or (len(tokens) > 1 and factor.letters != routes[:-1]):
             return None
         take_weights(PerRoute(factor.value, k_first=factor.letters[-1] == tokens), found)
