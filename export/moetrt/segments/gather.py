@@ -19,6 +19,7 @@ from moetrt.segments.routes import (
     index_of,
     never_negative,
     picked_seed,
+    set_other_masks_apart,
     strip,
     unit_weights,
     walk_back,
@@ -104,7 +105,7 @@ def _weights_before(data: ir.Value, order: ir.Value, k_first: bool, found: Found
     unweighted = walk_back(data, inner)
     if unweighted.value is None or unweighted.index is not None or unweighted.order is not None:
         return None
-    if len(inner.weights) != 1 or inner.masks:
+    if len(inner.weights) != 1 or inner.masks or inner.kept:
         return None
     weights = sorted_source(inner.weights[0].value, order)
     rows = before_upcast(unweighted.value)
@@ -137,6 +138,7 @@ def _put_back(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     if order is None or not are_rows(data, 2):
         return None
     problem = None
+    set_other_masks_apart(found, None)
     order = strip(PerRoute(order), Found(top_k=-1)).value
     if not is_permutation(order):
         if not found.weights:
@@ -160,7 +162,7 @@ def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     if not found.weights:
         return _unweighted(total, data, rows)
     weights = found.weights[0]
-    if len(found.weights) == 1 and weights.over is None and not found.masks:
+    if len(found.weights) == 1 and weights.over is None and not found.masks and not found.kept:
         matrix = strip(weights, found)
         combine = combine_of(matrix.value) if not matrix.k_first and rank(matrix.value) in (2, 3) else None
         if combine is not None:
@@ -170,6 +172,7 @@ def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     if not isinstance(top_k, int) or top_k > MOST_ROUTES:
         return None
     problem = None
+    set_other_masks_apart(found, None)
     if found.masks:
         problem = f"the rows of {named(total.end)} are masked by '{found.masks[0].value.name}', but not picked by it"
     index = route_numbers(weights, top_k) if rows.k_first else None
@@ -186,6 +189,7 @@ def _unweighted(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     if not isinstance(top_k, int) or top_k > MOST_ROUTES or not by_chosen_experts(data, top_k):
         return None
     problem = None
+    set_other_masks_apart(found, None)
     if found.masks:
         problem = f"the rows of {named(total.end)} are masked by '{found.masks[0].value.name}', but not picked by it"
     elif rows.k_first or total.routes.shape is None or dim(total.routes, -2) != top_k:

@@ -63,6 +63,8 @@ class PerRoute:
         below: of a map that a mask is made from: whether the mask keeps the rows of entries below -1.
         of: where it has fewer numbers, what has one: "t" a token, "k" a place among a token's routes, "" all of them.
         over: the rows that these few multiply, [T, K, H] or in the layout that ``k_first`` says.
+        condition: of a mask that a Where on rows has, its truth values, and whether they keep a row or drop it.
+        factor: of a mask that multiplies, what it multiplies by.
     """
 
     value: ir.Value
@@ -71,6 +73,8 @@ class PerRoute:
     below: bool = field(default=False, compare=False)
     of: str | None = None
     over: ir.Value | None = None
+    condition: tuple["PerRoute", bool] | None = field(default=None, compare=False)
+    factor: "PerRoute | None" = field(default=None, compare=False)
 
 
 @dataclass
@@ -82,6 +86,8 @@ class Found:
         k_first: the layout of the value that the walk stands at.
         as_picked: whether rows that something picks are taken as it gives them, one a route.
         by_column: whether the walk goes back from one term, which holds one route of each token.
+        masks: maps whose entries of 0 and more are kept.
+        kept: other truth values for the rows, and whether they keep a row or drop it.
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
         same_tokens: whether weights and map are of the same shape, whatever their dimensions are named.
         nan_beyond: whether an entry that names no row gives NaN already, as in the operator's own body.
@@ -95,6 +101,7 @@ class Found:
     by_column: bool = False
     casts: list[ir.Value] = field(default_factory=list)
     masks: list[PerRoute] = field(default_factory=list)
+    kept: list[tuple[PerRoute, bool]] = field(default_factory=list)
     weights: list[PerRoute] = field(default_factory=list)
     counted: list[ir.Value] = field(default_factory=list)
     same_tokens: bool = False
@@ -344,14 +351,37 @@ def _may_be_repeated(one: Size, other: Size) -> bool:
 
 
 def _take_mask(node: ir.Node, found: Found) -> ir.Value | None:
-    condition, kept = given(node.inputs[0]), _split_where(node) or _split_operators_where(node, found)
+    condition, zeroed = given(node.inputs[0]), _split_where(node)
+    kept = zeroed or _split_operators_where(node, found)
     if kept is None or rank(condition) != rank(kept) or dim(condition, -1) != 1:
         return None
-    mask = _mask(found.here(condition), kept is node.inputs[1], found)
-    if mask is None:
+    is_kept = kept is node.inputs[1]
+    mask = _mask(found.here(condition), is_kept, found)
+    sizes = zip(dims(condition) or [], (dims(kept) or [])[:-1], strict=False)
+    truth: tuple[PerRoute, bool] | None = None
+    if zeroed is not None and not found.by_column and not any(_may_be_repeated(one, other) for one, other in sizes):
+        truth = strip(found.here(condition), found), is_kept
+    if mask is not None:
+        found.masks.append(replace(mask, condition=truth))
+    elif truth is not None:
+        found.kept.append(truth)
+    else:
         return None
-    found.masks.append(mask)
     return kept
+
+
+def set_other_masks_apart(found: Found, base: PerRoute | None) -> None:
+    """Has masks that are made from another value than the map ``base`` drop rows from it, or multiply the weights."""
+    masks, found.masks = found.masks, []
+    for mask in masks:
+        if mask == base:
+            found.masks.append(mask)
+        elif mask.condition is not None:
+            found.kept.append(mask.condition)
+        elif mask.factor is not None:
+            found.weights.append(mask.factor)
+        else:
+            found.masks.append(mask)
 
 
 def _split_where(node: ir.Node) -> ir.Value | None:
@@ -391,7 +421,7 @@ def take_weights(place: PerRoute, found: Found) -> None:
         if mask is None:
             found.weights.append(place)
         else:
-            found.masks.append(mask)
+            found.masks.append(replace(mask, factor=place))
     elif source is not None and before_upcast(place.value) is source:
         take_weights(replace(place, value=source), found)
     elif node is not None and is_op(node, "Where") and (kept := _split_where(node)) is not None:
@@ -691,8 +721,12 @@ def map_operand(
         rows: [R, H].
     """
     problem: str | None = None
+    set_other_masks_apart(found, base)
     if any(mask != base for mask in found.masks):
         problem = f"the mask of {named(end)} is made from another value than the map '{base.value.name}'"
+    elif not found.masks and not masked and found.kept:
+        read, complaint = per_route_operand(clamped or base, found.top_k)
+        return _from_end(read, rows), complaint
     elif not found.masks and not masked and clamped is None and not never_negative(base.value):
         problem = (
             f"entries of -1 in the map '{base.value.name}' would read the last row: mask them "
@@ -725,28 +759,77 @@ def raised(index: Operand, least: int) -> Operand:
     return Operand(index.value, index.cast_to, make=make)
 
 
+def _number(write: Write, value: int) -> ir.Value:
+    return write("Constant", [], {"value": ir.tensor(value, dtype=_INT32)}, _INT32, [])
+
+
+def _choose(write: Write, where: ir.Value, yes: ir.Value, no: ir.Value, like: ir.Value) -> ir.Value:
+    chosen = write("Where", [where, yes, no], {}, _INT32, [])
+    chosen.shape = like.shape
+    return chosen
+
+
+def _compared(write: Write, how: str, entries: ir.Value, than: int) -> ir.Value:
+    where = write(how, [entries, _number(write, than)], {}, ir.DataType.BOOL, [])
+    where.shape = entries.shape
+    return where
+
+
+def _from_end(read: Operand, rows: ir.Value) -> Operand:
+    """The numbers of the rows that a Gather reads: entries below 0 count from the end."""
+    if lowest(read.value) >= 0:
+        return read
+
+    def make(write: Write) -> ir.Value:
+        places = written(replace(read, cast_to=_INT32), write)
+        count = written(Operand(write("Shape", [rows], {"end": 1}, ir.DataType.INT64, [1]), _INT32), write)
+        from_end = write("Add", [places, count], {}, _INT32, [])
+        from_end.shape = places.shape
+        return _choose(write, _compared(write, "Less", places, 0), from_end, places, places)
+
+    return Operand(read.value, _INT32, make=make)
+
+
 def _but_minus_one(index: Operand, read: Operand, rows: ir.Value) -> Operand:
     """The map where a mask spares all entries of ``index`` but -1: what ``read`` names, from the end below 0."""
 
     def make(write: Write) -> ir.Value:
-        def number(value: int) -> ir.Value:
-            return write("Constant", [], {"value": ir.tensor(value, dtype=_INT32)}, _INT32, [])
-
-        def choose(condition: str, entries: ir.Value, than: int, yes: ir.Value, no: ir.Value) -> ir.Value:
-            where = write(condition, [entries, number(than)], {}, ir.DataType.BOOL, [])
-            chosen = write("Where", [where, yes, no], {}, _INT32, [])
-            where.shape = chosen.shape = entries.shape
-            return chosen
-
-        entries, places = (written(replace(operand, cast_to=_INT32), write) for operand in (index, read))
-        if lowest(read.value) < 0:
-            count = written(Operand(write("Shape", [rows], {"end": 1}, ir.DataType.INT64, [1]), _INT32), write)
-            from_end = write("Add", [places, count], {}, _INT32, [])
-            from_end.shape = places.shape
-            places = choose("Less", places, 0, from_end, places)
-        return choose("Equal", entries, -1, number(-1), places)
+        entries, places = (
+            written(replace(operand, cast_to=_INT32), write) for operand in (index, _from_end(read, rows))
+        )
+        return _choose(write, _compared(write, "Equal", entries, -1), _number(write, -1), places, entries)
 
     return Operand(index.value, _INT32, make=make)
+
+
+def _dropping(index: Operand | None, found: Found) -> tuple[Operand, str | None]:
+    """The map, or the routes' own numbers where there is none, with -1 for the rows that are not kept."""
+    conditions = [(per_route_operand(place, found.top_k), is_kept) for place, is_kept in found.kept]
+    first = conditions[0][0][0]
+
+    def make(write: Write) -> ir.Value:
+        truths = [(written(operand, write), is_kept) for (operand, _), is_kept in conditions]
+        if index is not None:
+            entries = written(replace(index, cast_to=_INT32), write)
+        else:
+            entries = written(Operand(_numbered(write, truths[0][0]), _INT32), write)
+        for truth, is_kept in truths:
+            absent = _number(write, -1)
+            entries = _choose(write, truth, *((entries, absent) if is_kept else (absent, entries)), truth)
+        return entries
+
+    complaint = next((complaint for (_, complaint), _ in conditions if complaint is not None), None)
+    return Operand(first.value if index is None else index.value, _INT32, make=make), complaint
+
+
+def _numbered(write: Write, like: ir.Value) -> ir.Value:
+    """0, 1, 2, ... in the shape of ``like``, int64."""
+    int64 = ir.DataType.INT64
+    zero, one = (write("Constant", [], {"value": ir.tensor(n, dtype=int64)}, int64, []) for n in (0, 1))
+    numbers = write("Range", [zero, write("Size", [like], {}, int64, []), one], {}, int64, [None])
+    numbers = write("Reshape", [numbers, write("Shape", [like], {}, int64, [rank(like)])], {}, int64, [])
+    numbers.shape = like.shape
+    return numbers
 
 
 def weighted_seed(
@@ -758,6 +841,9 @@ def weighted_seed(
     problem: str | None = None,
 ) -> Seed:
     """The seed of these rows, what multiplies them, and their map; ``index`` None: they lie in the routes' order."""
+    if found.kept:
+        index, complaint = _dropping(index, found)
+        problem = problem or complaint
     data = rows if isinstance(rows, Operand) else _flat(before_upcast(rows))
     operands: dict[str, Operand] = {"gemm2_permuted": data}
     rounded = next((value for value in found.casts if not keeps(value.dtype, data.value.dtype)), None)

@@ -138,7 +138,7 @@ def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: 
             f"the graph does not show that '{added.token.name}', the token of each row, names each token K times in "
             "the order of the routes or of their argsort: gather the rows by a map instead"
         )
-    elif rows.index is not None or rows.order is not None or found.masks:
+    elif rows.index is not None or rows.order is not None or found.masks or found.kept:
         problem = f"the rows that {named(node)} adds are picked or masked before: gather them by a map instead"
     elif order is not None:
         for number, weights in enumerate(found.weights):
