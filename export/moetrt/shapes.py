@@ -98,12 +98,19 @@ def _fill_symbols(model: ir.Model) -> None:
         return
     for info in inference.out_mp_.graph.value_info:
         value = values.get(info.name)
-        if value is not None and _has_unknown(value):
-            value.shape = ir.from_proto(info).shape or value.shape
+        if value is None:
+            continue
+        known = ir.from_proto(info)
+        value.dtype = value.dtype or known.dtype
+        if _has_unknown(value):
+            value.shape = known.shape or value.shape
 
 
 def _lacks_width(node: ir.Node) -> bool:
     """Whether ``node`` adds or reshapes what may be hidden states of unknown width; masks and angles are no matter."""
+    if node.domain == "com.microsoft" and node.op_type == "MatMulNBits":
+        # onnx knows nothing of it, nor of what follows.
+        return node.outputs[0].shape is None
     if is_op(node, "Reshape"):
         source = node.inputs[0]
         # Attention reshapes its heads, of more dimensions, in ways that no tail depends on.
