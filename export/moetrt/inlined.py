@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import constant, dims, elements, is_op, rank, scalar
+from moetrt.segments.reading import constant, dim, dims, elements, is_op, rank, scalar
 from moetrt.spec import OPERATORS
 
 _INLINED = "_inlfunc_"
@@ -103,20 +103,16 @@ def _plain_cast(node: ir.Node) -> None:
 
 
 def _plain_width(node: ir.Node) -> bool:
-    """Has a Slice end where a Shape of known dimensions says; False where none does."""
+    """Has a Slice end at another value's width, where that is a number; False where it is none."""
     ends = node.inputs[2]
     shape = ends.producer() if ends is not None else None
     if shape is None or not is_op(shape, "Shape") or shape.inputs[0] is None or node.graph is None:
         return False
-    known = dims(shape.inputs[0])
-    if known is None:
+    width = dim(shape.inputs[0], -1)
+    if shape.attributes.get_int("start", 0) != -1 or "end" in shape.attributes or not isinstance(width, int):
         return False
-    given = known[shape.attributes.get_int("start", 0) : shape.attributes.get_int("end", len(known))]
-    taken = [size for size in given if isinstance(size, int)]
-    if len(taken) != len(given):
-        return False
-    number = ir.node("Constant", [], {"value": ir.tensor(taken, dtype=ir.DataType.INT64)}, name=shape.name)
-    number.outputs[0].dtype, number.outputs[0].shape = ir.DataType.INT64, ir.Shape([len(taken)])
+    number = ir.node("Constant", [], {"value": ir.tensor([width], dtype=ir.DataType.INT64)}, name=shape.name)
+    number.outputs[0].dtype, number.outputs[0].shape = ir.DataType.INT64, ir.Shape([1])
     number.outputs[0].name = f"{node.name or node.outputs[0].name}_end"
     node.graph.insert_before(node, number)
     node.replace_input_with(2, number.outputs[0])
