@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from moetrt import cli
@@ -20,8 +22,9 @@ from moetrt.inspection import inspect_file
 from moetrt.mapping import map_model
 from moetrt.mapping_report import MappingReport
 from moetrt.segments.routers import FORM
+from tests.equivalence import compare_models
 from tests.foreign_graphs import OPTIMISERS
-from tests.mapping_graphs import Graph
+from tests.mapping_graphs import Graph, NormForm
 
 T, H, E, K, VOCABULARY, INT64 = 6, 16, 8, 2, 96, 7
 
@@ -248,3 +251,150 @@ def test_scores_that_reach_nothing_are_no_routers(what: str) -> None:
     chosen = g.op("TopK", logits, g.ints(E if what == "sorting" else K), count=2)
     g.output(chosen if what == "sampling" else g.op("Neg", chosen))
     assert map_model(g.model()).sites == []
+
+
+# Routers without TopK.
+
+
+def best_expert(self: Layers, x: Tensor) -> Tensor:
+    """Switch: one expert a token, and so no sum; its weights are picked."""
+    scores = self.layers["router"](x).softmax(-1)
+    best = scores.max(-1)
+    return x + torch.bmm(x[:, None], self.experts[best.indices])[:, 0] * best.values[:, None]
+
+
+def best_experts_rows(self: Layers, x: Tensor) -> Tensor:
+    """Every expert's rows, of which the best one's are picked."""
+    scores = self.layers["router"](x).softmax(-1)
+    best = scores.argmax(-1, keepdim=True)
+    rows = torch.einsum("th,ehf->tef", x, self.experts)
+    picked = rows.gather(1, best[..., None].expand(-1, 1, H))[:, 0]
+    return x + picked * scores.gather(1, best)
+
+
+def sorted_experts(self: Layers, x: Tensor) -> Tensor:
+    weights, ids = torch.sort(self.layers["router"](x).softmax(-1), dim=-1, descending=True)
+    products = torch.einsum("th,tkhf->tkf", x, self.experts[ids[:, :K]])
+    return x + (products * weights[:, :K, None]).amax(1)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize(
+    ("form", "chosen", "operator"),
+    [(best_expert, 1, "ArgMax"), (best_experts_rows, 1, "ArgMax"), (sorted_experts, K, "TopK")],
+)
+def test_a_router_without_a_choice_of_k(form: Callable[..., Tensor], chosen: int, operator: str, exporter: str) -> None:
+    report = report_of(exported(Layers(form, router=nn.Linear(H, E)), torch.randn(T, H), exporter=exporter))
+    (site,) = report.sites
+    assert (site.form, site.operator, site.matched) == (FORM, None, False)
+    assert f"chooses {chosen} of {E} experts" in (site.reason or "")
+    assert operator in site.name
+
+
+def best_of_all_experts(self: Layers, x: Tensor) -> Tensor:
+    """Every expert's rows times the one-hot weights of the best: a sum over the experts."""
+    scores = self.layers["router"](x).softmax(-1)
+    chosen = torch.nn.functional.one_hot(scores.argmax(-1), E).to(x.dtype) * scores
+    return x + (torch.einsum("th,ehf->tef", x, self.experts) * chosen[..., None]).sum(1)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_sum_over_all_experts_by_the_best_ones_weight(exporter: str) -> None:
+    model = exported(Layers(best_of_all_experts, router=nn.Linear(H, E)), torch.randn(T, H), exporter=exporter)
+    mapped = ir.from_proto(model)
+    report = map_model(mapped)
+    assert (report.found, report.mapped) == (1, 1), [site.became for site in report.sites]
+    for difference in compare_models(ir.from_proto(model), mapped, {"x0": np.ones((3, H), np.float32)}):
+        assert difference.relative < 2e-6, str(difference)
+
+
+def greedy(self: Layers, x: Tensor) -> Tensor:
+    return self.layers["next"](self.layers["words"](self.layers["head"](x).argmax(-1)))  # type: ignore[no-any-return]
+
+
+def greedy_one_hot(self: Layers, x: Tensor) -> Tensor:
+    best = torch.nn.functional.one_hot(self.layers["head"](x).argmax(-1), VOCABULARY).to(x.dtype)
+    return self.layers["next"](best @ self.layers["words"].weight)  # type: ignore[no-any-return]
+
+
+def codebook(self: Layers, x: Tensor) -> Tensor:
+    """The nearest code, straight through, and a layer after it."""
+    scores = self.layers["codes"](x)
+    code = self.layers["codes"].weight[scores.argmax(-1)]
+    return self.layers["next"](x + (code - x))  # type: ignore[no-any-return]
+
+
+def top_p(self: Layers, x: Tensor) -> Tensor:
+    scores, words = torch.sort(self.layers["head"](x), dim=-1, descending=True)
+    kept = scores.masked_fill(scores.softmax(-1).cumsum(-1) > 0.9, float("-inf"))
+    return words.gather(1, kept.argmax(-1, keepdim=True))
+
+
+def classes(self: Layers, x: Tensor) -> Tensor:
+    """[B, N, H]: the best class of each box, and where it is none."""
+    logits = self.layers["classes"](x)
+    return torch.where((logits.argmax(-1) == 0)[..., None], 0.0, self.layers["next"](x))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("form", [greedy, greedy_one_hot, codebook, top_p, classes])
+def test_other_choices_of_the_best_are_no_sites(form: Callable[..., Tensor], exporter: str) -> None:
+    layers = {
+        "head": nn.Linear(H, VOCABULARY),
+        "next": nn.Linear(H, H),
+        "words": nn.Embedding(VOCABULARY, H),
+        "codes": nn.Linear(H, E, bias=False),
+        "classes": nn.Linear(H, 5),
+    }
+    x = torch.randn((2, 8, H) if form is classes else (T, H))
+    model = exported(Layers(form, **layers), x, exporter=exporter)
+    assert any(node.op_type in ("ArgMax", "TopK") for node in model.graph.node)
+    report = report_of(model)
+    assert (report.sites, report.notes) == ([], [])
+
+
+def quantised(shapes: bool) -> Graph:
+    """A gate in 4 bits, as ONNX Runtime's quantiser writes it, whose experts meet by their maximum."""
+    g = Graph()
+    x = g.input("x", ["T", H])
+    packed = g.const(np.zeros((E, 1, 8)), TensorProto.UINT8)
+    gate = g.op("MatMulNBits", x, packed, g.const([1.0] * E), domain="com.microsoft", K=H, N=E, bits=4, block_size=16)
+    if shapes:
+        g.values.append(helper.make_tensor_value_info(gate, TensorProto.FLOAT, ["T", E]))
+    weights = g.op("TopK", g.op("Softmax", gate), g.ints(K), axis=-1, count=2)
+    experts = g.op("Gather", g.const(np.ones((E, H, H))), g.nodes[-1].output[1])
+    rows = g.op("MatMul", g.op("Unsqueeze", x, g.ints(1, 2)), experts)
+    products = g.mul(g.op("Squeeze", rows, g.ints(2)), g.op("Unsqueeze", weights, g.ints(-1)))
+    g.values.append(helper.make_tensor_value_info(products, TensorProto.FLOAT, ["T", K, H]))
+    g.output(products)
+    return g
+
+
+@pytest.mark.parametrize("shapes", [True, False])
+def test_a_quantised_router_without_a_tail_is_a_site(shapes: bool) -> None:
+    g = quantised(shapes)
+    (site,) = map_model(ir.from_proto(g.proto("com.microsoft"))).sites
+    assert site.form == FORM
+    assert f"chooses {K} of {E} experts" in (site.reason or "")
+
+
+def test_a_quantised_router_of_a_tail_is_heard() -> None:
+    g = quantised(shapes=True)
+    routed = g.op("ReduceSum", g.outputs.pop(), g.ints(1), keepdims=0)
+    hidden = g.add(routed, "x")
+    g.output(NormForm().write(g, hidden, rank=2), hidden)
+    report = map_model(ir.from_proto(g.proto("com.microsoft")))
+    assert report.complete, [site.became for site in report.sites]
+    assert report.found == 1
+
+
+@pytest.mark.parametrize("operator", ["MoE", "QMoE"])
+def test_a_whole_layer_in_one_node_is_a_site(operator: str) -> None:
+    g = Graph()
+    x, scores = g.input("x", ["T", H]), g.input("scores", ["T", E])
+    made = g.op(operator, x, scores, g.const(np.ones((E, H, H))), g.const(np.ones((E, H, H))), domain="com.microsoft")
+    g.values.append(helper.make_tensor_value_info(made, TensorProto.FLOAT, ["T", H]))
+    g.output(g.add(made, x))
+    (site,) = map_model(ir.from_proto(g.proto("com.microsoft"))).sites
+    assert (site.form, site.operator) == (FORM, None)
+    assert "ONNX Runtime's own operator for a whole MoE layer" in (site.reason or "")

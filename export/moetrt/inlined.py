@@ -7,20 +7,24 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from moetrt.segments.constants import constant
-from moetrt.segments.reading import dims, is_op
+from moetrt.segments.constants import constant, scalar
+from moetrt.segments.reading import dim, dims, elements, is_op, rank
 from moetrt.spec import OPERATORS
 
 _INLINED = "_inlfunc_"
 """What ONNX Runtime puts before an operator's name and a name in its function, for all that it inlines."""
 
 
-def plain_choices(model: ir.Model) -> None:
-    """Takes Where nodes with a constant condition, and CastLike nodes, for what they give.
+def plain_choices(model: ir.Model) -> bool:
+    """Takes a Where with a constant condition, a CastLike, a sum with 0 and a known width for what they give.
 
     `moetrt.definition` chooses by attributes, which are constants once the function is inlined. The nodes are
     replaced only where the result has the shape and dtype of what was chosen.
+
+    Returns:
+        whether shapes may now be known that were not.
     """
+    shapes_changed = False
     prefixes = tuple(_INLINED + name for name in OPERATORS)
     for graph in model.graphs():
         _rename_values(list(graph.initializers.values()), prefixes)
@@ -29,9 +33,14 @@ def plain_choices(model: ir.Model) -> None:
                 continue
             _rename(node, prefixes)
             if is_op(node, "Where"):
-                _take_choice(node)
+                shapes_changed |= _take_choice(node)
             elif is_op(node, "CastLike"):
                 _plain_cast(node)
+            elif is_op(node, "Add"):
+                _take_sum_with_zero(node)
+            elif is_op(node, "Slice"):
+                shapes_changed |= _plain_width(node)
+    return shapes_changed
 
 
 def _rename(node: ir.Node, prefixes: tuple[str, ...]) -> None:
@@ -47,19 +56,32 @@ def _rename_values(values: Iterable[ir.Value], prefixes: tuple[str, ...]) -> Non
             value.name = value.name.removeprefix("_")
 
 
-def _take_choice(node: ir.Node) -> None:
-    condition, output = constant(node.inputs[0]), node.outputs[0]
+def _take_choice(node: ir.Node) -> bool:
+    # A flag is an integer, which a Cast makes a truth value.
+    condition = constant(_before_casts(node.inputs[0])) if node.inputs[0] is not None else None
+    output = node.outputs[0]
     if condition is None or condition.size != 1 or output.is_graph_output():
-        return
-    chosen, other = node.inputs[1:] if bool(condition.numpy().ravel()[0]) else node.inputs[:0:-1]
+        return False
+    chosen, other = node.inputs[1:] if bool(elements(condition).ravel()[0]) else node.inputs[:0:-1]
     if chosen is None or other is None or chosen.dtype != output.dtype:
-        return
+        return False
     shape = dims(chosen)
     known = shape is not None and None not in shape and shape == dims(output)
     if not known and (condition.shape.numpy() or _before_casts(chosen) is not _before_casts(other)):
-        return
+        return False
     output.replace_all_uses_with(chosen)
     _remove(node)
+    return not known
+
+
+def _take_sum_with_zero(node: ir.Node) -> None:
+    """Takes the weight of a norm without a bias for the sum of both."""
+    value, bias, output = node.inputs[0], node.inputs[1], node.outputs[0]
+    if value is None or bias is None or rank(bias) != 0 or scalar(bias) != 0 or output.is_graph_output():
+        return
+    if dims(value) is not None and dims(value) == dims(output) and value.dtype == output.dtype:
+        output.replace_all_uses_with(value)
+        _remove(node)
 
 
 def _before_casts(value: ir.Value) -> ir.Value:
@@ -70,13 +92,33 @@ def _before_casts(value: ir.Value) -> ir.Value:
 
 def _plain_cast(node: ir.Node) -> None:
     like, output = node.inputs[1], node.outputs[0]
-    if like is None or like.dtype is None or output.is_graph_output() or node.graph is None:
+    if like is None or like.dtype is None or node.graph is None:
         return
     cast = ir.node("Cast", [node.inputs[0]], {"to": like.dtype}, name=node.name)
-    cast.outputs[0].dtype, cast.outputs[0].shape, cast.outputs[0].name = like.dtype, output.shape, output.name
+    made = cast.outputs[0]
+    made.dtype, made.shape = like.dtype, output.shape
     node.graph.insert_before(node, cast)
-    output.replace_all_uses_with(cast.outputs[0])
+    output.replace_all_uses_with(made, replace_graph_outputs=True)
+    made.name, output.name = output.name, None
     _remove(node)
+
+
+def _plain_width(node: ir.Node) -> bool:
+    """Has a Slice end at another value's width, where that is a number; False where it is none."""
+    ends = node.inputs[2]
+    shape = ends.producer() if ends is not None else None
+    if shape is None or not is_op(shape, "Shape") or shape.inputs[0] is None or node.graph is None:
+        return False
+    width = dim(shape.inputs[0], -1)
+    if shape.attributes.get_int("start", 0) != -1 or "end" in shape.attributes or not isinstance(width, int):
+        return False
+    number = ir.node("Constant", [], {"value": ir.tensor([width], dtype=ir.DataType.INT64)}, name=shape.name)
+    number.outputs[0].dtype, number.outputs[0].shape = ir.DataType.INT64, ir.Shape([1])
+    number.outputs[0].name = f"{node.name or node.outputs[0].name}_end"
+    node.graph.insert_before(node, number)
+    node.replace_input_with(2, number.outputs[0])
+    _remove(shape)
+    return True
 
 
 def _remove(node: ir.Node) -> None:

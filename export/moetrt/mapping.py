@@ -33,7 +33,7 @@ from moetrt.segments.rms_norm import RmsNorm
 from moetrt.segments.routers import FORM as ROUTER_FORM
 from moetrt.segments.routers import is_routed, router_behind, unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
-from moetrt.shapes import fill_in_shapes, name_dimensions
+from moetrt.shapes import fill_in_shapes, fill_in_unknown, name_dimensions
 from moetrt.spec import (
     DOMAIN,
     FINALIZE_ADD,
@@ -161,7 +161,8 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     notes = inline_functions(model)
     unnamed = name_dimensions(model)
     fill_in_shapes(model)
-    plain_choices(model)
+    if plain_choices(model):
+        fill_in_unknown(model)
     mapper = _Mapper({node.name for node in _all_nodes(model) if node.name})
     for graph in model.graphs():
         for node in list(graph):

@@ -20,6 +20,7 @@ from moetrt.spec import (
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
     AttributeSpec,
+    InputSpec,
     Operand,
     OperatorSpec,
     check_operands,
@@ -411,18 +412,19 @@ def make_model(
     """
     check_operands(spec, operands)
     inputs = {
-        name: ir.Value(
-            name=name,
-            type=ir.TensorType(ir.DataType[_DTYPE_NAMES[operand.dtype]]),
-            shape=ir.Shape([f"{name}_{axis}" if dim is None else dim for axis, dim in enumerate(operand.shape)]),
+        entry.name: ir.Value(
+            name=entry.name,
+            type=ir.TensorType(ir.DataType[_DTYPE_NAMES[operands[entry.name].dtype]]),
+            shape=ir.Shape(_named_sizes(entry, operands[entry.name].shape)),
         )
-        for name, operand in operands.items()
+        for entry in spec.inputs
+        if entry.name in operands
     }
     node = make_node(spec, inputs, attributes, name=spec.name)
     for output, name in zip(node.outputs, spec.outputs, strict=True):
         output.name = name
     graph = ir.Graph(
-        [inputs[entry.name] for entry in spec.inputs if entry.name in inputs],
+        list(inputs.values()),
         node.outputs,
         nodes=[node],
         opset_imports={"": opset, DOMAIN: OPSET_VERSION},
@@ -431,3 +433,11 @@ def make_model(
     model = ir.Model(graph, ir_version=_OVERLOADS_IR_VERSION)
     attach_functions(model)
     return model
+
+
+def _named_sizes(entry: InputSpec, shape: Sequence[int | None]) -> list[int | str]:
+    """``shape`` with the table's letters for what is dynamic: T is one size, whichever input has it."""
+    letters = entry.shape.partition("]")[0].strip("[").replace("...", "T").split(", ")
+    if len(letters) != len(shape):
+        letters = [*(f"{entry.name}_{axis}" for axis in range(len(shape) - 1)), letters[-1]]
+    return [letter if size is None else size for letter, size in zip(letters, shape, strict=True)]

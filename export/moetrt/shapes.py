@@ -39,6 +39,17 @@ def fill_in_shapes(model: ir.Model) -> None:
         _fill_symbols(model)
 
 
+def fill_in_unknown(model: ir.Model) -> None:
+    """Gives values with an unknown dimension what can be inferred now that the graph is another one."""
+    values = [value for graph in model.graphs() for node in graph for value in node.outputs if _has_unknown(value)]
+    before = {value: value.shape for value in values}
+    for value in values:
+        value.shape = None
+    fill_in_shapes(model)
+    for value, shape in before.items():
+        value.shape = value.shape or shape
+
+
 def fill_in_types(model: ir.Model) -> None:
     """Gives values without a dtype or shape what onnx infers through the file's own functions, which stay as they are.
 
@@ -87,12 +98,19 @@ def _fill_symbols(model: ir.Model) -> None:
         return
     for info in inference.out_mp_.graph.value_info:
         value = values.get(info.name)
-        if value is not None and _has_unknown(value):
-            value.shape = ir.from_proto(info).shape or value.shape
+        if value is None:
+            continue
+        known = ir.from_proto(info)
+        value.dtype = value.dtype or known.dtype
+        if _has_unknown(value):
+            value.shape = known.shape or value.shape
 
 
 def _lacks_width(node: ir.Node) -> bool:
     """Whether ``node`` adds or reshapes what may be hidden states of unknown width; masks and angles are no matter."""
+    if node.domain == "com.microsoft" and node.op_type == "MatMulNBits":
+        # onnx knows nothing of it, nor of what follows.
+        return node.outputs[0].shape is None
     if is_op(node, "Reshape"):
         source = node.inputs[0]
         # Attention reshapes its heads, of more dimensions, in ways that no tail depends on.

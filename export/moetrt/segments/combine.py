@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from moetrt.segments.constants import scalar
-from moetrt.segments.reading import dim, is_op, rank
+from moetrt.segments.reading import dim, is_op, named, rank
 from moetrt.segments.routes import Found, NotThis, PerRoute, given, strip, take_weights, walk_back
-from moetrt.segments.sums import sum_of
+from moetrt.segments.sums import einsum_of, sum_of
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,67 @@ def _one_hot(matrix: ir.Value) -> Combine | None:
     if rows.value is not None or rows.index is None:
         return None
     return Combine(rows.index, found, rows.masked)
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Rows of which an Einsum takes those that a one-hot matrix names.
+
+    Attributes:
+        rows: [N, H]; [T, E, H] or [E, T, H].
+        experts: E; None for [N, H], which have no tokens.
+        tokens_last: whether they lie as [E, T, H].
+        combine: what picks and weighs them.
+    """
+
+    rows: ir.Value
+    experts: int | str | None
+    tokens_last: bool
+    combine: Combine
+
+
+def picked_by_einsum(node: ir.Node) -> Picked | None:
+    """``tke,tk,teh->th``: a one-hot matrix, weights and rows in one Einsum, in any letters and orders.
+
+    The rows may be ``eth`` or ``eh``, of no token; weights may be none, or several; t may be two dimensions.
+
+    Raises:
+        NotThis: a node on the way to the one-hot matrix is no part of a finalize.
+    """
+    read = einsum_of(node)
+    if read is None or len(read[1]) not in (2, 3):
+        return None
+    operands, result = read
+    tokens, column = result[:-1], result[-1]
+    wide = [operand for operand in operands if column in operand.letters]
+    summed = {letter for operand in operands for letter in operand.letters} - set(result)
+    if len(wide) != 1 or len(summed) != 2 or len(summed & set(wide[0].letters)) != 1:
+        return None
+    rows, (expert,) = wide[0], summed & set(wide[0].letters)
+    (k,) = summed - {expert}
+    pickers = [operand for operand in operands if {k, expert} <= set(operand.letters)]
+    if len(pickers) != 1 or rows.letters not in (tokens + expert + column, expert + tokens + column, expert + column):
+        return None
+    matrix, k_first = pickers[0], pickers[0].letters == k + tokens + expert
+    if matrix.letters != tokens + k + expert and not (k_first and len(tokens) == 1):
+        return None
+    found = Found(dim(matrix.value, matrix.letters.index(k)), k_first)
+    problem = None
+    for factor in operands:
+        if factor in (rows, matrix):
+            continue
+        if sorted(factor.letters) == sorted(tokens + expert):
+            problem = (
+                f"{named(node)} weighs by '{factor.value.name}', which has a number for every expert of a token: "
+                "gather those of its K experts (torch.gather), and multiply by these"
+            )
+        elif factor.letters != tokens + k and not (len(tokens) == 1 and factor.letters == k + tokens):
+            return None
+        else:
+            take_weights(PerRoute(factor.value, k_first=factor.letters[-1] == tokens), found)
+    picked = walk_back(matrix.value, found)
+    if picked.value is not None or picked.index is None:
+        return None
+    experts = None if rows.letters == expert + column else dim(rows.value, rows.letters.index(expert))
+    combine = Combine(picked.index, found, picked.masked, problem)
+    return Picked(rows.value, experts, rows.letters[0] == expert, combine)

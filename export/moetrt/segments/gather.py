@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from moetrt.segments.combine import Combine, combine_of
+from moetrt.segments.combine import Combine, combine_of, picked_by_einsum
 from moetrt.segments.indices import is_permutation
 from moetrt.segments.maps import dense_map, inverse_map, inverted, route_numbers
 from moetrt.segments.reading import before_upcast, dim, dims, input_of, is_op, named, rank
-from moetrt.segments.routers import is_routed
+from moetrt.segments.routers import by_chosen_experts, is_routed
 from moetrt.segments.routes import (
     Found,
     NotThis,
@@ -19,7 +19,9 @@ from moetrt.segments.routes import (
     index_of,
     never_negative,
     picked_seed,
+    set_other_masks_apart,
     strip,
+    unit_weights,
     walk_back,
     weighted_seed,
     without_reshapes,
@@ -43,7 +45,7 @@ def seed_at(node: ir.Node) -> Seed | None:
     if not is_op(node, "ReduceSum", "Einsum", "MatMul", "Gemm"):
         return None
     try:
-        return _by_matrix(node) or _by_sum(node) or _by_capacity(node)
+        return _by_matrix(node) or _by_sum(node) or _by_one_hot(node) or _by_capacity(node)
     except NotThis:
         return None
 
@@ -54,7 +56,7 @@ def _by_sum(node: ir.Node) -> Seed | None:
         return None
     found = total.found
     rows = walk_back(total.routes, found)
-    if rows.value is None or not (found.weights or found.masks or rows.index):
+    if rows.value is None:
         # A combine matrix is no sum of rows; the product that reads it is.
         return None
     data = before_upcast(rows.value)
@@ -74,12 +76,16 @@ def _picked(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     base, _ = index_of(rows.index, rows.value, found)
     order = inverted(base.value)
     if order is not None and not found.weights and not found.masks:
-        weighted = _weights_before(data, order, base.k_first, found)
-        if weighted is not None:
-            data = weighted
-    if not found.weights and not found.masks:
+        unweighted = _weights_before(data, order, base.k_first, found)
+        if unweighted is not None:
+            data = unweighted
+    weighted = bool(found.masks) or any(weights.over is None for weights in found.weights)
+    if not weighted and not (isinstance(found.top_k, int) and found.top_k <= MOST_ROUTES):
         return None
-    return picked_seed(FORM, total.end, data, rows.index, found, only_read=rows.value)
+    seed = picked_seed(FORM, total.end, data, rows.index, found, only_read=rows.value)
+    # Rows without weights may be anything, unless they are put in the routes' order, or a router chose their experts.
+    seed.may_be_pooling = not (weighted or order is not None or by_chosen_experts(data, int(found.top_k or 0)))
+    return seed
 
 
 def _padded(total: Sum, data: ir.Value, index: PerRoute) -> Seed:
@@ -99,7 +105,7 @@ def _weights_before(data: ir.Value, order: ir.Value, k_first: bool, found: Found
     unweighted = walk_back(data, inner)
     if unweighted.value is None or unweighted.index is not None or unweighted.order is not None:
         return None
-    if len(inner.weights) != 1 or inner.masks:
+    if len(inner.weights) != 1 or inner.masks or inner.kept:
         return None
     weights = sorted_source(inner.weights[0].value, order)
     rows = before_upcast(unweighted.value)
@@ -129,11 +135,14 @@ def sorted_source(value: ir.Value, order: ir.Value) -> ir.Value | None:
 def _put_back(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     """Rows that were scattered back into the routes' order."""
     found, order = total.found, rows.order
-    if order is None or not are_rows(data, 2) or not found.weights:
+    if order is None or not are_rows(data, 2):
         return None
     problem = None
+    set_other_masks_apart(found, None)
     order = strip(PerRoute(order), Found(top_k=-1)).value
     if not is_permutation(order):
+        if not found.weights:
+            return None
         problem = (
             f"the rows are put in the routes' order by '{order.name}', and the graph does not show that this names "
             "each route once: make it by torch.argsort"
@@ -148,29 +157,51 @@ def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     """Rows that nothing picks: one a route, or one an expert and token."""
     found = total.found
     width = dim(data, -1)
-    if not are_rows(data, 2, 3, 4) or not found.weights or not isinstance(width, int):
+    if not are_rows(data, 2, 3, 4) or not isinstance(width, int):
         return None
+    if not found.weights:
+        return _unweighted(total, data, rows)
     weights = found.weights[0]
-    if len(found.weights) == 1 and not found.masks:
+    if len(found.weights) == 1 and weights.over is None and not found.masks and not found.kept:
         matrix = strip(weights, found)
         combine = combine_of(matrix.value) if not matrix.k_first and rank(matrix.value) in (2, 3) else None
         if combine is not None:
-            operand = Operand(data, reshape_to=(-1, width) if rank(data) != 2 else None)
-            return chosen_experts(total.end, operand, found, combine, tokens_last=rows.k_first)
+            return chosen_experts(total.end, _in_routes_order(data), found, combine, tokens_last=rows.k_first)
     top_k = found.top_k
     routed = any(is_routed(factor.value) for factor in found.weights)
     if not isinstance(top_k, int) or top_k > MOST_ROUTES:
         return None
     problem = None
+    set_other_masks_apart(found, None)
     if found.masks:
         problem = f"the rows of {named(total.end)} are masked by '{found.masks[0].value.name}', but not picked by it"
-    operand = Operand(data, reshape_to=(-1, width) if rank(data) != 2 else None)
     index = route_numbers(weights, top_k) if rows.k_first else None
     form = DENSE_FORM if rows.k_first and rank(data) == 3 else ROUTE_FORM
-    seed = weighted_seed(form, total.end, operand, found, index, problem)
+    seed = weighted_seed(form, total.end, _in_routes_order(data), found, index, problem)
     # Rows of [T, K, H] may be anything that is pooled, unless a router chose the weights.
     seed.may_be_pooling = rank(data) != 2 and not routed
     return seed
+
+
+def _unweighted(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
+    """The seed of a plain sum of each token's rows: their weights were multiplied before the second product."""
+    found, top_k = total.found, total.found.top_k
+    if not isinstance(top_k, int) or top_k > MOST_ROUTES or not by_chosen_experts(data, top_k):
+        return None
+    problem = None
+    set_other_masks_apart(found, None)
+    if found.masks:
+        problem = f"the rows of {named(total.end)} are masked by '{found.masks[0].value.name}', but not picked by it"
+    elif rows.k_first or total.routes.shape is None or dim(total.routes, -2) != top_k:
+        problem = f"{named(total.end)} sums rows without weights over their first dimension: sum [T, K, H] over K"
+    seed = weighted_seed(ROUTE_FORM, total.end, _in_routes_order(data), found, None, problem)
+    seed.operands["expert_weights"] = unit_weights(total.routes, top_k)
+    return seed
+
+
+def _in_routes_order(data: ir.Value) -> Operand:
+    """Rows that lie in the routes' order, [T, K, H] or flat, as [R, H]."""
+    return Operand(data, reshape_to=(-1, int(dim(data, -1) or 0)) if rank(data) != 2 else None)
 
 
 def chosen_experts(end: ir.Node, rows: Operand, weighted: Found, combine: Combine, *, tokens_last: bool) -> Seed | None:
@@ -230,6 +261,21 @@ def _by_matrix(node: ir.Node) -> Seed | None:
     if gemm:
         _take_gemm(seed, node)
     return seed
+
+
+def _by_one_hot(node: ir.Node) -> Seed | None:
+    """A one-hot matrix, weights and rows in one Einsum."""
+    picked = picked_by_einsum(node) if is_op(node, "Einsum") else None
+    if picked is None:
+        return None
+    rows, combine = before_upcast(picked.rows), picked.combine
+    if not are_rows(rows, 2, 3, 4) or not isinstance(dim(rows, -1), int):
+        return None
+    if picked.experts is None:
+        seed = picked_seed(ONE_HOT_FORM, node, rows, combine.index, combine.found, masked=combine.masked)
+        seed.problem = combine.problem or seed.problem
+        return seed
+    return chosen_experts(node, _in_routes_order(rows), Found(picked.experts), combine, tokens_last=picked.tokens_last)
 
 
 def _by_capacity(node: ir.Node) -> Seed | None:

@@ -260,13 +260,18 @@ def _add(tail: Tail, node: ir.Node, seed: Seed) -> None:
         raise _Stop(f"{named(node)} adds '{other.name}' of shape {dims(other)} to {dims(value)}: not the same shape")
     sizes = _sizes(tail, seed)
     unequal = first_unequal(sizes, dims(other) or [])
-    if unequal is not None and (tail.shape_nodes or len(sizes) != 2 or all(map(is_named, unequal))):
+    if unequal is not None and (tail.shape_nodes or len(sizes) != 2 or _may_differ(unequal, seed)):
         in_order = "expanded_idx_to_permuted_idx" not in seed.operands and sizes != dims(value)
         raise (_OtherTokens if in_order else _Stop)(_may_be_broadcast(node, other, unequal))
     term = _term(other, seed) if unequal is None else _spread(_term(other, seed), seed, sizes)
     if term.gate is not None and any(existing.gate is not None for existing in tail.terms):
         raise _Stop(f"{named(node)} adds a second gated output")
     tail.terms.append(term)
+
+
+def _may_differ(unequal: tuple[int | str | None, int | str | None], seed: Seed) -> bool:
+    """Whether two dimensions have names of their own, and no operator's body says that they are one."""
+    return all(map(is_named, unequal)) and not seed.own_body
 
 
 def _sizes(tail: Tail, seed: Seed) -> list[int | str | None]:
@@ -327,7 +332,7 @@ def _over_tokens(operand: Operand, seed: Seed) -> Operand:
 
 def _term(added: ir.Value, seed: Seed) -> Term:
     """``added`` as a scale, a gate and what they multiply, from behind Casts and Reshapes that only it goes through."""
-    value, scale = added, 1.0
+    value, scale, is_product = added, 1.0, False
     shape_nodes: list[ir.Node] = []
     scaled: Term | None = None
     while True:
@@ -340,7 +345,7 @@ def _term(added: ir.Value, seed: Seed) -> Term:
             break
         factor, before = _unscaled(node)
         if factor:
-            scale *= factor
+            scale, is_product = scale * factor, True
         elif is_op(node, *SHAPE_OPS) and (before := node.inputs[0]) is not None and keeps_width(node, before):
             shape_nodes = [node, *shape_nodes]
         elif is_op(node, "Cast", "Identity") and node.inputs[0] is not None:
@@ -351,7 +356,7 @@ def _term(added: ir.Value, seed: Seed) -> Term:
             break
         value = before
         narrow = _narrowed(value, seed)
-        if scale != 1.0 and narrow.dtype == seed.data:
+        if is_product and narrow.dtype == seed.data:
             scaled = Term(Operand(narrow), None, scale, shape_nodes)
     return scaled or Term(Operand(_in_data(added, seed)))
 
@@ -412,7 +417,7 @@ def _gated(value: ir.Value, seed: Seed) -> tuple[ir.Value, Operand] | None:
         gate = Operand(logits, reshape_to=None if rank(logits) == 2 else (-1, 1))
         unequal = first_unequal((dims(sigmoid) or [])[:-1], (dims(shared) or [])[:-1])
         if unequal is not None:
-            if len(dims(shared) or []) != 2 or all(map(is_named, unequal)):
+            if len(dims(shared) or []) != 2 or _may_differ(unequal, seed):
                 continue
             gate = _over_tokens(gate, seed)
         return shared, gate

@@ -1,12 +1,12 @@
-"""Routers: the TopK nodes that choose a token's experts, and which of them reach no tail that was found."""
+"""Routers: the nodes that choose a token's experts, and which of them reach no tail that was found."""
 
 from collections import deque
 from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from moetrt.segments.constants import is_constant
-from moetrt.segments.reading import dim, dims, is_op, named, rank, readers
+from moetrt.segments.constants import ints, is_constant
+from moetrt.segments.reading import SHAPE_OPS, dim, dims, input_of, is_op, named, rank, readers
 
 FORM = "router"
 
@@ -15,18 +15,28 @@ _MOST_ROUTES = 64
 _MOST_NODES = 64
 _MOST_READERS = 512
 
-_PRODUCTS = ("MatMul", "Gemm", "Conv", "Einsum")
+_SAME_NUMBERS = ("Cast", "Identity", "Transpose", *SHAPE_OPS)
+
+_PRODUCTS = ("MatMul", "Gemm", "Conv", "Einsum", "MatMulInteger", "QLinearMatMul")
+_ONNXRUNTIME = "com.microsoft"
+_QUANTISED_PRODUCTS = ("MatMulNBits", "MatMulBnb4", "MatMulFpQ4", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
+_WHOLE_LAYERS = ("MoE", "QMoE")
+
+
+def _is_product(node: ir.Node) -> bool:
+    """Whether ``node`` is a product, ONNX Runtime's with quantised weights too."""
+    return is_op(node, *_PRODUCTS) or (node.domain == _ONNXRUNTIME and node.op_type in _QUANTISED_PRODUCTS)
 
 
 def is_routed(weights: ir.Value) -> bool:
-    """Whether a TopK chose what ``weights`` holds."""
+    """Whether a TopK, or an ArgMax among experts, chose what ``weights`` holds."""
     seen: set[ir.Node] = set()
     pending = [weights]
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop().producer()
         if node is None or node in seen or _makes_scores(node):
             continue
-        if is_op(node, "TopK"):
+        if is_op(node, "TopK") or _chosen(node) is not None:
             return True
         seen.add(node)
         pending += [value for value in node.inputs if value is not None]
@@ -43,6 +53,49 @@ def chosen_of(ids: ir.Value) -> int | None:
         return None
     count = dim(node.inputs[0], ndim - 1)
     return count if isinstance(count, int) else None
+
+
+def by_chosen_experts(rows: ir.Value, top_k: int) -> bool:
+    """Whether experts that a router chose, K a token, made ``rows``: it picked the weights of their last product."""
+    seen: set[ir.Node] = set()
+    pending = [rows]
+    while pending and len(seen) < _MOST_NODES:
+        node = pending.pop().producer()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        operands = [value for value in node.inputs if value is not None]
+        if _is_product(node) and any(_picked_by_router(operand, top_k) for operand in operands):
+            return True
+        # A bias of each expert may be added to its product.
+        if is_op(node, "Add", *_SAME_NUMBERS):
+            pending += operands
+    return False
+
+
+def _picked_by_router(weight: ir.Value, top_k: int) -> bool:
+    """Whether ``weight`` holds the weights of the experts that a router chose, out of all experts'."""
+    node = weight.producer()
+    while is_op(node, "DequantizeLinear", *_SAME_NUMBERS) and node is not None and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is None or not is_op(node, "Gather", "GatherND") or node.inputs[0] is None:
+        return False
+    # A table of words, [V, H], has one row each; an expert's weights are a matrix.
+    if not _is_weight(node.inputs[0]) or (rank(node.inputs[0]) or 0) < 3:
+        return False
+    seen: set[ir.Node] = set()
+    pending = [node.inputs[1]]
+    while pending and len(seen) < _MOST_NODES:
+        value = pending.pop()
+        step = value.producer() if value is not None else None
+        if step is None or step in seen or _makes_scores(step):
+            continue
+        chosen = _chosen(step)
+        if chosen is not None:
+            return chosen == (top_k, dim(node.inputs[0], 0))
+        seen.add(step)
+        pending += list(step.inputs)
+    return False
 
 
 def router_behind(rows: ir.Value, top_k: int | str | None) -> ir.Value | None:
@@ -65,7 +118,7 @@ def router_behind(rows: ir.Value, top_k: int | str | None) -> ir.Value | None:
 
 
 def unheard_routers(nodes: Iterable[ir.Node], heard: Iterable[ir.Value]) -> list[tuple[ir.Node, str]]:
-    """The TopK nodes that choose a token's experts and reach no tail, and what a user should know of each.
+    """The nodes that choose a token's experts and reach no tail, and what a user should know of each.
 
     Args:
         nodes: of the graph.
@@ -81,8 +134,13 @@ def unheard_routers(nodes: Iterable[ir.Node], heard: Iterable[ir.Value]) -> list
         pending += [value for value in node.inputs if value is not None]
     found = []
     for node in nodes:
+        if node.domain == _ONNXRUNTIME and node.op_type in _WHOLE_LAYERS:
+            found.append((node, _whole_layer(node)))
+            continue
         chosen = _chosen(node)
-        if chosen is not None and node not in reached and _scores_experts(node, chosen[1]) and _reaches_experts(node):
+        if chosen is None or node in reached or not _scores_experts(node, chosen[1]):
+            continue
+        if _takes_experts(node, chosen[1]) if is_op(node, "ArgMax") else _reaches_experts(node):
             found.append(
                 (
                     node,
@@ -94,12 +152,19 @@ def unheard_routers(nodes: Iterable[ir.Node], heard: Iterable[ir.Value]) -> list
     return found
 
 
+def _whole_layer(node: ir.Node) -> str:
+    return (
+        f"{named(node)} is ONNX Runtime's own operator for a whole MoE layer: the rows before their weighted sum are "
+        "not in the graph; export without it (for instance with moetrt export)"
+    )
+
+
 def _makes_scores(node: ir.Node) -> bool:
     """Whether ``node`` makes a router's scores, or rows: what lies before it belongs to the hidden states.
 
     An einsum of two computed values puts weights into places, as GShard's does.
     """
-    return is_op(node, *_PRODUCTS) and not (is_op(node, "Einsum") and not any(map(_is_weight, node.inputs)))
+    return _is_product(node) and not (is_op(node, "Einsum") and not any(map(_is_weight, node.inputs)))
 
 
 def _is_weight(value: ir.Value | None) -> bool:
@@ -113,19 +178,61 @@ def _is_weight(value: ir.Value | None) -> bool:
 
 
 def _chosen(node: ir.Node) -> tuple[int, int] | None:
-    """How many of how many scores a TopK chooses along the last axis; None where it is no router's."""
-    if not is_op(node, "TopK") or node.inputs[0] is None:
+    """How many of how many scores a node chooses along the last axis; None where it is no router's.
+
+    A TopK of some, one of all (a sort) of which the first are taken, or an ArgMax.
+    """
+    if not is_op(node, "TopK", "ArgMax") or node.inputs[0] is None:
         return None
-    scores, values = dims(node.inputs[0]), dims(node.outputs[0])
-    dtype = node.inputs[0].dtype
-    if scores is None or values is None or len(scores) < 2 or not dtype or not dtype.is_floating_point():
+    scores, dtype = dims(node.inputs[0]), node.inputs[0].dtype
+    if scores is None or len(scores) < 2 or not dtype or not dtype.is_floating_point():
         return None
-    if node.attributes.get_int("axis", -1) not in (-1, len(scores) - 1):
+    of, last = scores[-1], (-1, len(scores) - 1)
+    if is_op(node, "ArgMax"):
+        is_last = node.attributes.get_int("axis", 0) in last
+        return (1, of) if is_last and isinstance(of, int) and 1 < of <= _MOST_EXPERTS else None
+    chosen = dim(node.outputs[0], -1)
+    if node.attributes.get_int("axis", -1) not in last:
         return None
-    chosen, of = values[-1], scores[-1]
+    if (chosen == of or not isinstance(chosen, int)) and node.attributes.get_int("largest", 1) == 1:
+        chosen = _first_taken(node)
     if not isinstance(chosen, int) or not isinstance(of, int):
         return None
     return (chosen, of) if chosen <= _MOST_ROUTES and chosen < of <= _MOST_EXPERTS else None
+
+
+def _first_taken(sort: ir.Node) -> int | None:
+    """How many of the first of each row are taken of what was sorted."""
+    ndim = rank(sort.outputs[0]) or 0
+    for node in (reader for value in sort.outputs for reader in readers(value)):
+        if is_op(node, "Slice") and ints(node.inputs[1]) == [0] and ints(input_of(node, 3)) in ([-1], [ndim - 1]):
+            ends = ints(node.inputs[2])
+            return ends[0] if ends and ends[0] > 0 else None
+    return None
+
+
+def _takes_experts(argmax: ir.Node, experts: int) -> bool:
+    """Whether one of the experts' weights, or of their rows, is taken by what an ArgMax chose.
+
+    The best word of a vocabulary, and a code of a codebook, take a row of a matrix.
+    """
+    seen: set[ir.Node] = set()
+    pending = deque(argmax.outputs)
+    while pending and len(seen) < _MOST_READERS:
+        value = pending.popleft()
+        for node in readers(value):
+            if node in seen or _looks_up_words(node, value):
+                continue
+            seen.add(node)
+            others = [other for other in node.inputs if other is not None and other is not value]
+            picks = is_op(node, "Gather", "GatherND", "GatherElements", "Mul", "Where") or _is_product(node)
+            if picks and any(
+                (rank(other) or 0) >= 3 and experts in (dims(other) or []) and dim(other, -1) != 1 for other in others
+            ):
+                return True
+            if not _is_product(node):
+                pending += node.outputs
+    return False
 
 
 def _scores_experts(topk: ir.Node, experts: int) -> bool:
@@ -145,7 +252,7 @@ def _scores_experts(topk: ir.Node, experts: int) -> bool:
                 return True
             continue
         seen.add(node)
-        if not is_op(node, *_PRODUCTS):
+        if not _is_product(node):
             pending += list(node.inputs)
         elif any(map(_is_weight, node.inputs)) and dim(node.outputs[0], 1 if is_op(node, "Conv") else -1) == experts:
             return True
@@ -167,7 +274,7 @@ def _reaches_experts(topk: ir.Node) -> bool:
             if node in seen or _chosen(node) is not None or _looks_up_words(node, value):
                 continue
             seen.add(node)
-            if is_op(node, *_PRODUCTS) or (is_op(node, "Mul", "Where") and _is_wide(node.outputs[0], small)):
+            if _is_product(node) or (is_op(node, "Mul", "Where") and _is_wide(node.outputs[0], small)):
                 return True
             pending += node.outputs
     return False

@@ -20,11 +20,12 @@ from moetrt.segments.reading import (
     input_of,
     is_op,
     keeps,
+    may_be_equal,
     named,
     rank,
     sole_reader,
 )
-from moetrt.segments.sizes import is_named, surely_equal
+from moetrt.segments.sizes import Size, is_named, surely_equal
 from moetrt.segments.tail import Operand, Seed, Write, written
 
 _INT32 = ir.DataType.INT32
@@ -56,12 +57,20 @@ class PerRoute:
         k_first: the elements lie as [K, T] rather than [T, K].
         column: the k that was selected on the way here, in a sum that the graph writes term by term.
         below: of a map that a mask is made from: whether the mask keeps the rows of entries below -1.
+        of: where it has fewer numbers, what has one: "t" a token, "k" a place among a token's routes, "" all of them.
+        over: the rows that these few multiply, [T, K, H] or in the layout that ``k_first`` says.
+        condition: of a mask that a Where on rows has, its truth values, and whether they keep a row or drop it.
+        factor: of a mask that multiplies, what it multiplies by.
     """
 
     value: ir.Value
     k_first: bool = False
     column: int | None = None
     below: bool = field(default=False, compare=False)
+    of: str | None = None
+    over: ir.Value | None = None
+    condition: tuple["PerRoute", bool] | None = field(default=None, compare=False)
+    factor: "PerRoute | None" = field(default=None, compare=False)
 
 
 @dataclass
@@ -73,9 +82,11 @@ class Found:
         k_first: the layout of the value that the walk stands at.
         as_picked: whether rows that something picks are taken as it gives them, one a route.
         by_column: whether the walk goes back from one term, which holds one route of each token.
+        masks: maps whose entries of 0 and more are kept.
+        kept: other truth values for the rows, and whether they keep a row or drop it.
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
         same_tokens: whether weights and map are of the same shape, whatever their dimensions are named.
-        nan_beyond: whether an entry below -1 gives NaN already, as the operator does.
+        nan_beyond: whether an entry that names no row gives NaN already, as in the operator's own body.
         padded: whether columns after the first H were cut off.
         casts: what Casts made of the products and rows on the way.
     """
@@ -86,6 +97,7 @@ class Found:
     by_column: bool = False
     casts: list[ir.Value] = field(default_factory=list)
     masks: list[PerRoute] = field(default_factory=list)
+    kept: list[tuple[PerRoute, bool]] = field(default_factory=list)
     weights: list[PerRoute] = field(default_factory=list)
     counted: list[ir.Value] = field(default_factory=list)
     same_tokens: bool = False
@@ -296,6 +308,10 @@ def _take_factor(node: ir.Node, product: ir.Value, found: Found) -> ir.Value | N
         if _is_per_route(factor, product):
             take_weights(found.here(factor), found)
             return routes
+        of = None if found.by_column else _few(factor, routes, found.k_first)
+        if of is not None:
+            found.weights.append(PerRoute(before_upcast(factor), found.k_first, of=of, over=routes))
+            return routes
     return None
 
 
@@ -307,15 +323,61 @@ def _is_per_route(factor: ir.Value, product: ir.Value) -> bool:
     return all(have != 1 or want == 1 for have, want in zip(shape[:-1], whole[:-1], strict=True))
 
 
+def _few(factor: ir.Value, routes: ir.Value, k_first: bool) -> str | None:
+    """What each number of ``factor`` is of, where it multiplies several ``routes``; see `PerRoute`."""
+    known, whole = dims(factor), dims(routes)
+    if known is None or whole is None or len(whole) not in (3, 4) or len(known) > len(whole):
+        return None
+    shape = [*[1] * (len(whole) - len(known)), *known]
+    if shape[-1] != 1 or (k_first and len(whole) != 3):
+        return None
+    k = 0 if k_first else len(whole) - 2
+    tokens = [axis for axis in range(len(whole) - 1) if axis != k]
+    repeated = [shape[axis] == 1 for axis in tokens]
+    if all(repeated):
+        return "" if shape[k] == 1 else "k"
+    if any(repeated) or shape[k] != 1:
+        return None
+    return None if any(_may_be_repeated(shape[axis], whole[axis]) for axis in tokens) else "t"
+
+
+def _may_be_repeated(one: Size, other: Size) -> bool:
+    """Whether the graph itself says that two dimensions need not be one number."""
+    return not may_be_equal(one, other) or (is_named(one) and is_named(other) and not surely_equal(one, other))
+
+
 def _take_mask(node: ir.Node, found: Found) -> ir.Value | None:
-    condition, kept = given(node.inputs[0]), _split_where(node) or _split_operators_where(node, found)
+    condition, zeroed = given(node.inputs[0]), _split_where(node)
+    kept = zeroed or _split_operators_where(node, found)
     if kept is None or rank(condition) != rank(kept) or dim(condition, -1) != 1:
         return None
-    mask = _mask(found.here(condition), kept is node.inputs[1], found)
-    if mask is None:
+    is_kept = kept is node.inputs[1]
+    mask = _mask(found.here(condition), is_kept, found)
+    sizes = zip(dims(condition) or [], (dims(kept) or [])[:-1], strict=False)
+    truth: tuple[PerRoute, bool] | None = None
+    if zeroed is not None and not found.by_column and not any(_may_be_repeated(one, other) for one, other in sizes):
+        truth = strip(found.here(condition), found), is_kept
+    if mask is not None:
+        found.masks.append(replace(mask, condition=truth))
+    elif truth is not None:
+        found.kept.append(truth)
+    else:
         return None
-    found.masks.append(mask)
     return kept
+
+
+def set_other_masks_apart(found: Found, base: PerRoute | None) -> None:
+    """Has masks that are made from another value than the map ``base`` drop rows from it, or multiply the weights."""
+    masks, found.masks = found.masks, []
+    for mask in masks:
+        if mask == base:
+            found.masks.append(mask)
+        elif mask.condition is not None:
+            found.kept.append(mask.condition)
+        elif mask.factor is not None:
+            found.weights.append(mask.factor)
+        else:
+            found.masks.append(mask)
 
 
 def _split_where(node: ir.Node) -> ir.Value | None:
@@ -335,7 +397,8 @@ def _split_operators_where(node: ir.Node, found: Found) -> ir.Value | None:
     kept = _mask(found.here(given(node.inputs[0])), True, found)
     if absent is None or absent != kept:
         return None
-    found.nan_beyond = True
+    # The operator's weights have its map's shape.
+    found.nan_beyond = found.same_tokens = True
     return node.inputs[1]
 
 
@@ -354,7 +417,7 @@ def take_weights(place: PerRoute, found: Found) -> None:
         if mask is None:
             found.weights.append(place)
         else:
-            found.masks.append(mask)
+            found.masks.append(replace(mask, factor=place))
     elif source is not None and before_upcast(place.value) is source:
         take_weights(replace(place, value=source), found)
     elif node is not None and is_op(node, "Where") and (kept := _split_where(node)) is not None:
@@ -654,8 +717,12 @@ def map_operand(
         rows: [R, H].
     """
     problem: str | None = None
+    set_other_masks_apart(found, base)
     if any(mask != base for mask in found.masks):
         problem = f"the mask of {named(end)} is made from another value than the map '{base.value.name}'"
+    elif not found.masks and not masked and found.kept:
+        read, complaint = per_route_operand(clamped or base, found.top_k)
+        return _from_end(read, rows), complaint
     elif not found.masks and not masked and clamped is None and not never_negative(base.value):
         problem = (
             f"entries of -1 in the map '{base.value.name}' would read the last row: mask them "
@@ -688,28 +755,77 @@ def raised(index: Operand, least: int) -> Operand:
     return Operand(index.value, index.cast_to, make=make)
 
 
+def _number(write: Write, value: int) -> ir.Value:
+    return write("Constant", [], {"value": ir.tensor(value, dtype=_INT32)}, _INT32, [])
+
+
+def _choose(write: Write, where: ir.Value, yes: ir.Value, no: ir.Value, like: ir.Value) -> ir.Value:
+    chosen = write("Where", [where, yes, no], {}, _INT32, [])
+    chosen.shape = like.shape
+    return chosen
+
+
+def _compared(write: Write, how: str, entries: ir.Value, than: int) -> ir.Value:
+    where = write(how, [entries, _number(write, than)], {}, ir.DataType.BOOL, [])
+    where.shape = entries.shape
+    return where
+
+
+def _from_end(read: Operand, rows: ir.Value) -> Operand:
+    """The numbers of the rows that a Gather reads: entries below 0 count from the end."""
+    if lowest(read.value) >= 0:
+        return read
+
+    def make(write: Write) -> ir.Value:
+        places = written(replace(read, cast_to=_INT32), write)
+        count = written(Operand(write("Shape", [rows], {"end": 1}, ir.DataType.INT64, [1]), _INT32), write)
+        from_end = write("Add", [places, count], {}, _INT32, [])
+        from_end.shape = places.shape
+        return _choose(write, _compared(write, "Less", places, 0), from_end, places, places)
+
+    return Operand(read.value, _INT32, make=make)
+
+
 def _but_minus_one(index: Operand, read: Operand, rows: ir.Value) -> Operand:
     """The map where a mask spares all entries of ``index`` but -1: what ``read`` names, from the end below 0."""
 
     def make(write: Write) -> ir.Value:
-        def number(value: int) -> ir.Value:
-            return write("Constant", [], {"value": ir.tensor(value, dtype=_INT32)}, _INT32, [])
-
-        def choose(condition: str, entries: ir.Value, than: int, yes: ir.Value, no: ir.Value) -> ir.Value:
-            where = write(condition, [entries, number(than)], {}, ir.DataType.BOOL, [])
-            chosen = write("Where", [where, yes, no], {}, _INT32, [])
-            where.shape = chosen.shape = entries.shape
-            return chosen
-
-        entries, places = (written(replace(operand, cast_to=_INT32), write) for operand in (index, read))
-        if lowest(read.value) < 0:
-            count = written(Operand(write("Shape", [rows], {"end": 1}, ir.DataType.INT64, [1]), _INT32), write)
-            from_end = write("Add", [places, count], {}, _INT32, [])
-            from_end.shape = places.shape
-            places = choose("Less", places, 0, from_end, places)
-        return choose("Equal", entries, -1, number(-1), places)
+        entries, places = (
+            written(replace(operand, cast_to=_INT32), write) for operand in (index, _from_end(read, rows))
+        )
+        return _choose(write, _compared(write, "Equal", entries, -1), _number(write, -1), places, entries)
 
     return Operand(index.value, _INT32, make=make)
+
+
+def _dropping(index: Operand | None, found: Found) -> tuple[Operand, str | None]:
+    """The map, or the routes' own numbers where there is none, with -1 for the rows that are not kept."""
+    conditions = [(per_route_operand(place, found.top_k), is_kept) for place, is_kept in found.kept]
+    first = conditions[0][0][0]
+
+    def make(write: Write) -> ir.Value:
+        truths = [(written(operand, write), is_kept) for (operand, _), is_kept in conditions]
+        if index is not None:
+            entries = written(replace(index, cast_to=_INT32), write)
+        else:
+            entries = written(Operand(_numbered(write, truths[0][0]), _INT32), write)
+        for truth, is_kept in truths:
+            absent = _number(write, -1)
+            entries = _choose(write, truth, *((entries, absent) if is_kept else (absent, entries)), truth)
+        return entries
+
+    complaint = next((complaint for (_, complaint), _ in conditions if complaint is not None), None)
+    return Operand(first.value if index is None else index.value, _INT32, make=make), complaint
+
+
+def _numbered(write: Write, like: ir.Value) -> ir.Value:
+    """0, 1, 2, ... in the shape of ``like``, int64."""
+    int64 = ir.DataType.INT64
+    zero, one = (write("Constant", [], {"value": ir.tensor(n, dtype=int64)}, int64, []) for n in (0, 1))
+    numbers = write("Range", [zero, write("Size", [like], {}, int64, []), one], {}, int64, [None])
+    numbers = write("Reshape", [numbers, write("Shape", [like], {}, int64, [rank(like)])], {}, int64, [])
+    numbers.shape = like.shape
+    return numbers
 
 
 def weighted_seed(
@@ -721,6 +837,9 @@ def weighted_seed(
     problem: str | None = None,
 ) -> Seed:
     """The seed of these rows, what multiplies them, and their map; ``index`` None: they lie in the routes' order."""
+    if found.kept:
+        index, complaint = _dropping(index, found)
+        problem = problem or complaint
     data = rows if isinstance(rows, Operand) else _flat(before_upcast(rows))
     operands: dict[str, Operand] = {"gemm2_permuted": data}
     rounded = next((value for value in found.casts if not keeps(value.dtype, data.value.dtype)), None)
@@ -732,7 +851,7 @@ def weighted_seed(
     if found.weights:
         factors = []
         for weights in found.weights:
-            factor, complaint = per_route_operand(weights, found.top_k)
+            factor, complaint = per_route_operand(weights, found.top_k, index)
             factors.append(factor)
             problem = problem or complaint
             if weights.value.dtype not in (data.value.dtype, ir.DataType.FLOAT):
@@ -755,6 +874,7 @@ def weighted_seed(
         scale=found.scale,
         apply_expert_weights=int(bool(found.weights)),
         problem=problem,
+        own_body=found.nan_beyond,
     )
 
 
@@ -792,9 +912,21 @@ def _other_tokens(weights: Operand, index: Operand) -> str | None:
     )
 
 
-def per_route_operand(place: PerRoute, top_k: int | str | None) -> tuple[Operand, str | None]:
-    """One number a route, as an operand of shape [T, K]; and what is wrong with it."""
+def per_route_operand(
+    place: PerRoute, top_k: int | str | None, like: Operand | None = None
+) -> tuple[Operand, str | None]:
+    """One number a route, as an operand of shape [T, K]; and what is wrong with it.
+
+    Args:
+        place: the numbers.
+        top_k: K.
+        like: something of shape [T, K], where the graph has it.
+    """
     value = place.value
+    if place.over is not None:
+        if not isinstance(top_k, int):
+            return Operand(value), _unknown_k(value)
+        return Operand(value, make=lambda write: _spread(write, place, top_k, like)), None
     cast = ir.DataType.INT32 if value.dtype == ir.DataType.INT64 else None
     if place.k_first:
         if rank(value) != 2 and not isinstance(top_k, int):
@@ -812,8 +944,40 @@ def per_route_operand(place: PerRoute, top_k: int | str | None) -> tuple[Operand
     return Operand(value, cast), _unknown_k(value)
 
 
+def unit_weights(routes: ir.Value, top_k: int) -> Operand:
+    """Weights of 1 for rows [..., H] that lie in the routes' order: float32 [T, K].
+
+    Their operator does not read them where its attribute is 0, but they give it T and K.
+    """
+    leading = (dims(routes) or [])[:-1]
+
+    def make(write: Write) -> ir.Value:
+        sizes = write("Shape", [routes], {"start": 0, "end": -1}, ir.DataType.INT64, [len(leading)])
+        one = ir.tensor([1.0], dtype=ir.DataType.FLOAT)
+        return write("ConstantOfShape", [sizes], {"value": one}, ir.DataType.FLOAT, leading)
+
+    return Operand(routes, reshape_to=None if len(leading) == 2 else (-1, top_k), make=make)
+
+
 def _unknown_k(value: ir.Value) -> str:
     return f"'{value.name}' has shape {dims(value)}; [T, K] is taken where K is no number"
+
+
+def _spread(write: Write, place: PerRoute, top_k: int, like: Operand | None) -> ir.Value:
+    """[T, K] out of one number a token, one a place among its routes, or one for all."""
+    int64 = ir.DataType.INT64
+    sizes = {"t": [-1, 1], "k": [1, -1], "": [1, 1]}[str(place.of)]
+    numbers = write("Constant", [], {"value": ir.tensor(sizes, dtype=int64)}, int64, [2])
+    few = write("Reshape", [place.value, numbers], {}, place.value.dtype, [None if size == -1 else 1 for size in sizes])
+    if like is not None:
+        whole = written(replace(like, cast_to=None), write)
+    else:
+        assert place.over is not None
+        whole = written(unit_weights(place.over, top_k), write)
+        if place.k_first:
+            whole = write("Transpose", [whole], {"perm": [1, 0]}, whole.dtype, [None, top_k])
+    shape = write("Shape", [whole], {}, int64, [2])
+    return write("Expand", [few, shape], {}, few.dtype, [dim(whole, 0), top_k])
 
 
 def _transposed(write: Write, value: ir.Value, top_k: int | str | None) -> ir.Value:

@@ -9,6 +9,7 @@ from moetrt.segments.gather import sorted_source
 from moetrt.segments.indices import permutation_behind, tokens_of_routes
 from moetrt.segments.maps import inverse_map
 from moetrt.segments.reading import before_upcast, dim, is_op, named, other_input, rank, readers, sole_reader
+from moetrt.segments.routers import by_chosen_experts
 from moetrt.segments.routes import (
     Found,
     NotThis,
@@ -17,6 +18,7 @@ from moetrt.segments.routes import (
     are_rows,
     given,
     strip,
+    unit_weights,
     walk_back,
     weighted_seed,
     without_reshapes,
@@ -66,7 +68,7 @@ def _seed(node: ir.Node) -> Seed | None:
     data = before_upcast(rows.value) if rows.value is not None else None
     if data is None or not are_rows(data, 2, 3) or dim(data, -1) != dim(node.outputs[0], -1):
         return None
-    if not found.weights or not isinstance(dim(data, -1), int):
+    if not isinstance(dim(data, -1), int):
         return None
     return _of_routes(node, added, rows, data, found)
 
@@ -124,16 +126,20 @@ def _repeated_along_columns(index: ir.Value) -> ir.Value:
     return index
 
 
-def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: Found) -> Seed:
+def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: Found) -> Seed | None:
     order = permutation_behind(added.token)
     top_k = tokens_of_routes(added.token, order, dim(added.into, 0))
+    in_order = order is None and not found.weights
+    if not found.weights and (top_k is None or (in_order and not by_chosen_experts(data, top_k))):
+        # Rows without weights are a MoE's where they lie as the routes were sorted, or where a router chose experts.
+        return None
     problem: str | None = None
     if top_k is None:
         problem = (
             f"the graph does not show that '{added.token.name}', the token of each row, names each token K times in "
             "the order of the routes or of their argsort: gather the rows by a map instead"
         )
-    elif rows.index is not None or rows.order is not None or found.masks:
+    elif rows.index is not None or rows.order is not None or found.masks or found.kept:
         problem = f"the rows that {named(node)} adds are picked or masked before: gather them by a map instead"
     elif order is not None:
         for number, weights in enumerate(found.weights):
@@ -146,6 +152,8 @@ def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: 
     index = inverse_map(order, top_k) if order is not None and top_k is not None else None
     end = _with_zeros(node)
     seed = weighted_seed(FORM, end, data, found, index, problem)
+    if in_order and top_k is not None:
+        seed.operands["expert_weights"] = unit_weights(added.rows, top_k)
     if scalar(added.into) != 0:
         if added.into.dtype != data.dtype and problem is None:
             seed.problem = (

@@ -89,26 +89,74 @@ def _first_number(*sizes: int | str | None) -> int | str | None:
     return next((size for size in known if isinstance(size, int)), known[0] if known else None)
 
 
-def _einsum(node: ir.Node) -> Sum | None:
-    """``tk,tkh->th``, in any letters, orders and layouts of t and k; ``bsk,bskh->bsh``."""
+@dataclass(frozen=True)
+class Lettered:
+    """An operand of an Einsum and the letters of its dimensions."""
+
+    value: ir.Value
+    letters: str
+
+
+def einsum_of(node: ir.Node) -> tuple[list[Lettered], str] | None:
+    """The operands of an Einsum, before they were transposed, and the letters of its result; None for an ellipsis."""
     left, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
     terms = left.split(",")
-    if len(terms) != 2 or len(result) not in (2, 3) or len(set(result)) != len(result):
+    if "." in left or len(terms) != len(node.inputs) or not result or len(set(result)) != len(result):
         return None
-    wide = 0 if len(terms[0]) == len(result) + 1 else 1
-    routes, factor = terms[wide], terms[1 - wide]
+    return [_before_transpose(given(value), term) for value, term in zip(node.inputs, terms, strict=True)], result
+
+
+def _before_transpose(value: ir.Value, letters: str) -> Lettered:
+    node = value.producer()
+    order = permutation_of(node) if node is not None and is_op(node, "Transpose") else None
+    if node is None or order is None or len(order) != len(letters):
+        return Lettered(value, letters)
+    return _before_transpose(given(node.inputs[0]), "".join(letters[order.index(axis)] for axis in range(len(order))))
+
+
+def _einsum(node: ir.Node) -> Sum | None:
+    """``tk,tkh->th``, in any letters, orders and layouts of t and k; ``bsk,bskh->bsh``; and with further factors."""
+    read = einsum_of(node)
+    if read is None or len(read[1]) not in (2, 3):
+        return None
+    operands, result = read
     tokens, column = result[:-1], result[-1]
-    if len(set(routes)) != len(result) + 1 or routes[-1] != column or sorted(factor) != sorted(routes[:-1]):
+    wide = [operand for operand in operands if column in operand.letters]
+    if len(wide) != 1:
         return None
-    value, weights = given(node.inputs[wide]), given(node.inputs[1 - wide])
+    routes, value = wide[0].letters, wide[0].value
+    if len(operands) == 1:
+        return _plain_einsum(node, wide[0], result)
+    if len(set(routes)) != len(result) + 1 or len(routes) != len(result) + 1 or routes[-1] != column:
+        return None
     k_first = len(tokens) == 1 and routes[1] == tokens
     if not k_first and routes[:-2] != tokens:
         return None
-    if len(tokens) > 1 and factor != routes[:-1]:
-        return None
     found = Found(dim(value, 0 if k_first else len(tokens)), k_first)
-    take_weights(PerRoute(weights, k_first=factor[-1] == tokens), found)
+    for factor in operands:
+        if factor is wide[0]:
+            continue
+        k = (set(routes) - set(result)).pop()
+        if factor.letters in (tokens, k, ""):
+            of = {tokens: "t", k: "k", "": ""}[factor.letters]
+            found.weights.append(PerRoute(before_upcast(factor.value), k_first, of=of, over=value))
+            continue
+        if sorted(factor.letters) != sorted(routes[:-1]) or (len(tokens) > 1 and factor.letters != routes[:-1]):
+            return None
+        take_weights(PerRoute(factor.value, k_first=factor.letters[-1] == tokens), found)
     return Sum(value, node, found)
+
+
+def _plain_einsum(node: ir.Node, rows: Lettered, result: str) -> Sum | None:
+    """``tkh->th``, ``kth->th`` or ``bskh->bsh``: rows without weights."""
+    routes, value = rows.letters, rows.value
+    summed = [axis for axis, letter in enumerate(routes) if letter not in result]
+    if len(summed) != 1 or routes.replace(routes[summed[0]], "") != result:
+        return None
+    axis = summed[0]
+    if axis == len(routes) - 2:
+        return Sum(value, node, Found(dim(value, axis)))
+    return Sum(value, node, Found(dim(value, 0), k_first=True)) if axis == 0 and len(routes) == 3 else None
 
 
 def _matmul(node: ir.Node) -> Sum | None:

@@ -75,6 +75,7 @@ class Seed:
         apply_expert_weights: the operator's attribute.
         problem: why it cannot be mapped, although it looks like a MoE tail.
         may_be_pooling: whether only a residual and a norm after it would show that it is a MoE tail.
+        own_body: whether it is the operator's own body, inlined: what it adds has one row a token.
     """
 
     form: str
@@ -86,6 +87,7 @@ class Seed:
     apply_expert_weights: int = 1
     problem: str | None = None
     may_be_pooling: bool = False
+    own_body: bool = False
 
     @property
     def data(self) -> ir.DataType | None:
