@@ -1,6 +1,7 @@
 """Modules that use the contract, exported; and how an export treats its folder, its options and its failures."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from moetrt import models
 from moetrt.capture import OPSETS, capture, export, parse_dynamic
 from moetrt.errors import InputError, InputTypeError
+from moetrt.files import file_sha256
 from moetrt.onnx_files import load_model
 from moetrt.onnx_op import named_inputs, operator_of, read_attributes
 from moetrt.source import Source, as_source
@@ -164,7 +166,7 @@ def test_case31_files_of_an_earlier_export_are_replaced(tmp_path: Path) -> None:
     result = export(source_of("front"), tmp_path)
     # Its only weight is small and lies in the model file.
     assert result.data_path is None
-    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.json"]
     wide = torch.nn.Linear(64, 64)
     (tmp_path / "model.onnx.data").write_bytes(b"stale" * 10000)
     source = as_source((wide, torch.ones(2, 64)))
@@ -203,12 +205,26 @@ def test_a_failure_leaves_nothing(where: str, tmp_path: Path, monkeypatch: pytes
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.onnx").write_bytes(b"earlier")
     (tmp_path / "out" / "model.onnx.data").write_bytes(b"earlier data")
+    (tmp_path / "out" / "model.onnx.json").write_bytes(b"earlier description")
     with pytest.raises((InputError, RuntimeError), match="the disk is full"):
         export(source_of("front"), tmp_path / "out")
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
         "model.onnx": b"earlier",
         "model.onnx.data": b"earlier data",
+        "model.onnx.json": b"earlier description",
     }
+
+
+def test_what_the_file_was_made_of_lies_beside_it(tmp_path: Path) -> None:
+    result = export(source_of("front"), tmp_path)
+    assert result.sidecar == tmp_path / "model.onnx.json"
+    content = json.loads(result.sidecar.read_text())
+    assert content["format"] == "moetrt.export/1"
+    assert content["model"] == {"file": "model.onnx", "sha256": file_sha256(result.model_path)}
+    assert content["inputs"]["gemm2_permuted"] == ["rows", 32]
+    assert (content["opset"], content["operators"], content["tails_expected"]) == (22, 1, None)
+    assert content["command"] is None  # called from Python
+    assert content["versions"]["torch"] == torch.__version__.partition("+")[0]
 
 
 def test_case28_a_failed_export_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +248,13 @@ def test_case28_a_failed_export_restores_the_model(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_that_pytorch_does_not_run() -> None:
-    """torch.export traces a product of two dtypes, and the file would be found invalid by the first that reads it."""
+    """torch.export traces a product of two dtypes; the file would be found invalid by the first that reads it."""
     model = models.mixtral().half()
     model.lm_head.float()
     with pytest.raises(InputError) as caught:
         capture(as_source(model))
     assert str(caught.value).startswith(
-        """torch.export traces a product of two dtypes; the file would be found invalid by the first that reads it."""
+        "MixtralForCausalLM does not run in PyTorch on its example inputs: RuntimeError: expected m1 and m2 to have the "
         "same dtype, but got: c10::Half != float; its ONNX graph is not valid either: "
     )
 

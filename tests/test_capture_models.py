@@ -187,7 +187,7 @@ def test_the_file_tells_nothing_of_the_machine(exported: Exported) -> None:
 def test_case31_weights_lie_in_one_file_with_a_relative_name(exported: Exported, tmp_path: Path) -> None:
     source, result = exported(QWEN3)
     folder = result.model_path.parent
-    assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.onnx.data", "model.onnx.json"]
     assert result.data_path == folder / "model.onnx.data"
     places = [
         value.const_value

@@ -1,6 +1,7 @@
 """A PyTorch module becomes an ONNX file: torch.onnx translates, and what it leaves untidy is put right here."""
 
 import io
+import json
 import os
 import re
 from ast import literal_eval
@@ -14,18 +15,22 @@ import torch
 
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
-from moetrt.files import as_path, output_directory, output_file
+from moetrt.files import as_path, file_sha256, output_directory, output_file, write_atomically
 from moetrt.huggingface import CausalLM
 from moetrt.mapping import TAILS_EXPECTED, inference_problem, sort_topk
 from moetrt.onnx_files import data_path_of, save_model
 from moetrt.onnx_op import attach_functions, named_inputs, operator_of, translation_table
+from moetrt.provenance import command, versions
 from moetrt.quiet import quiet
 from moetrt.rewrites import rewritten
+from moetrt.segments.reading import dims
 from moetrt.source import FlatModule, Source, check_dynamic, check_source, first_sentence
 from moetrt.spec import DATA_DTYPES
 
 MODEL_FILE = "model.onnx"
 """The file's name in the folder; its weights lie beside it in ``model.onnx.data``."""
+
+FORMAT = "moetrt.export/1"
 
 DEFAULT_OPSET = 22
 OPSETS = range(18, 26)
@@ -41,6 +46,7 @@ class ExportResult:
     Attributes:
         model_path: the ONNX file.
         data_path: the weights' file beside it; None where every tensor was small.
+        sidecar: ``model.onnx.json`` beside it: source, opset, inputs, expected tails, command and versions.
         opset: version of the standard ONNX operators in the file.
         tails_expected: how many tails the source said there are; None where it does not say.
         operators: how many of moetrt's operator nodes the graph has.
@@ -49,6 +55,7 @@ class ExportResult:
 
     model_path: Path
     data_path: Path | None
+    sidecar: Path
     opset: int
     tails_expected: int | None
     operators: int
@@ -64,7 +71,7 @@ def export(
     experts: str = "gathered",
     progress: Callable[[str], None] | None = None,
 ) -> ExportResult:
-    """Writes ``directory/model.onnx`` and, for the weights, ``directory/model.onnx.data``.
+    """Writes ``directory/model.onnx``, for the weights ``model.onnx.data``, and what they were made of, as JSON.
 
     Files of an earlier export are replaced when the new ones are whole; until then, and when anything fails, the folder
     is as it was.
@@ -85,10 +92,25 @@ def export(
         # Asked before the export, which may take long.
         output_file(path)
         output_file(data_path_of(path))
+        sidecar = output_file(path.with_name(path.name + ".json"), "description of the model")
         model = capture(source, opset=opset, dynamic=dynamic, experts=experts, progress=progress)
-        if progress:
-            progress("writing weights")
-        save_model(model, path, progress=progress)
+        operators = sum(operator_of(node) is not None for node in model.graph)
+        with write_atomically(sidecar) as temporary:
+            if progress:
+                progress("writing weights")
+            save_model(model, path, progress=progress)
+            content = {
+                "format": FORMAT,
+                "model": {"file": path.name, "sha256": file_sha256(path)},
+                "source": source.description,
+                "opset": opset,
+                "inputs": {value.name: dims(value) for value in model.graph.inputs},
+                "tails_expected": source.tails_expected,
+                "operators": operators,
+                "command": command(),
+                "versions": versions("torch", "transformers", "onnx", "onnx-ir", "onnxscript"),
+            }
+            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         data: Path | None = data_path_of(path)
         if not _has_external_data(model):
             # One that lies there belonged to the file that was just replaced.
@@ -97,9 +119,10 @@ def export(
     return ExportResult(
         model_path=path,
         data_path=data,
+        sidecar=sidecar,
         opset=opset,
         tails_expected=source.tails_expected,
-        operators=sum(operator_of(node) is not None for node in model.graph),
+        operators=operators,
         nodes=len(model.graph),
     )
 
@@ -239,8 +262,8 @@ def _check_that_it_runs(source: Source, problem: str) -> None:
 
 
 def _check_sizes(source: Source, dynamic: Mapping[str, Mapping[int, str]]) -> None:
-    for name, dims in dynamic.items():
-        for dim, symbol in dims.items():
+    for name, symbols in dynamic.items():
+        for dim, symbol in symbols.items():
             size = source.example_inputs[name].shape[dim]
             if size < 2:
                 # torch.export takes 0 and 1 for constants.
