@@ -1,6 +1,7 @@
 """Modules that use the contract, exported; and how an export treats its folder, its options and its failures."""
 
 import dataclasses
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -224,7 +225,7 @@ def test_what_the_file_was_made_of_lies_beside_it(tmp_path: Path) -> None:
     assert content["inputs"]["gemm2_permuted"] == ["rows", 32]
     assert (content["opset"], content["operators"], content["tails_expected"]) == (22, 1, None)
     assert content["command"] is None  # called from Python
-    assert content["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert content["versions"]["torch"] == importlib.metadata.version("torch")
 
 
 def test_case28_a_failed_export_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +255,8 @@ def test_a_model_that_pytorch_does_not_run() -> None:
     with pytest.raises(InputError) as caught:
         capture(as_source(model))
     assert str(caught.value).startswith(
-        "MixtralForCausalLM does not run in PyTorch on its example inputs: RuntimeError: expected m1 and m2 to have the "
-        "same dtype, but got: c10::Half != float; its ONNX graph is not valid either: "
+        "MixtralForCausalLM does not run in PyTorch on its example inputs: RuntimeError: expected m1 and m2 to have "
+        "the same dtype, but got: c10::Half != float; its ONNX graph is not valid either: "
     )
 
 
