@@ -561,7 +561,7 @@ ORDERS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
     (MAP, lambda x: torch.stack([row.roll(i) for i, row in enumerate(x)]),
      "is the original graph's in another order of the 3 routes, each token in its own"),
     # The nearest that are no other order: one element, or one NaN, is another.
-    ("gemm2_permuted", lambda x: x.flip(0) + (x.nan_to_num(0.0) == x.nan_to_num(0.0).max()).flip(0), "has other values"),
+    ("gemm2_permuted", lambda x: (x + (x.nan_to_num() == x.nan_to_num().max())).flip(0), "has other values"),
     ("gemm2_permuted", lambda x: x.flip(0).nan_to_num(0.0), "has other values"),
     ("expert_weights", lambda x: x.flip(0) * 1.01, "has other values"),
 ]  # fmt: skip
