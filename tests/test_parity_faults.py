@@ -321,6 +321,44 @@ def experts_doubled(model: ir.Model, node: ir.Node) -> None:
     gemm.replace_input_with(1, inserted(model, gemm, "Add", value, value, like=value))
 
 
+def under_its_name(output: int) -> Fault:
+    """What reads an output of the tail reads 1.1 times that: the output is renamed, and a new node has its name."""
+
+    def plant(model: ir.Model, node: ir.Node) -> None:
+        value = node.outputs[output]
+        name, readers = value.name, tuple(value.uses())
+        factor = ir.tensor(1.1, dtype=value.dtype or ir.DataType.FLOAT)
+        constant = ir.node("Constant", [], attributes={"value": factor}, name="factor")
+        constant.outputs[0].name = "factor"
+        scaled = ir.node("Mul", [value, constant.outputs[0]], name="planted")
+        scaled.outputs[0].type, scaled.outputs[0].shape = value.type, value.shape
+        model.graph.insert_after(node, [constant, scaled])
+        for use in readers:
+            use.node.replace_input_with(use.idx, scaled.outputs[0])
+        for place, result in enumerate(model.graph.outputs):
+            if result is value:
+                model.graph.outputs[place] = scaled.outputs[0]
+        value.name = f"{name}_before"
+        scaled.outputs[0].name = name
+
+    return plant
+
+
+def both_under_their_names(model: ir.Model, node: ir.Node) -> None:
+    for output in (0, 1):
+        under_its_name(output)(model, node)
+        next(n for n in model.graph if n.name == "planted").name = f"planted_{output}"
+        next(n for n in model.graph if n.name == "factor").outputs[0].name = f"factor_{output}"
+        next(n for n in model.graph if n.name == "factor").name = f"factor_{output}"
+
+
+def another_head(model: ir.Model, node: ir.Node) -> None:
+    """The last GEMM reads a weight of other numbers under the same name."""
+    (value,) = [v for v in model.graph.initializers.values() if v.name == "head.weight"]
+    assert value.const_value is not None
+    value.const_value = ir.tensor(value.const_value.numpy()[::-1].copy(), name=value.name)
+
+
 def body_sums(model: ir.Model, node: ir.Node) -> None:
     """The function's own mistake: the norm's mean is a sum."""
     for function in model.functions.values():
@@ -407,7 +445,22 @@ TABLE = [
         "output 'logits' is off: it reads the two outputs of 'layers.1/MoEFinalizeAddRMSNorm' the other way round",
         tail=1),
     Row("a GEMM between the tails", experts_doubled,
-        "gemm2_permuted of 'layers.1/MoEFinalizeAddRMSNorm', is off, though every tail before it is right"),
+        "gemm2_permuted of 'layers.1/MoEFinalizeAddRMSNorm', is off, though every tail before it is right: "
+        "Add 'node_Add_0' (not in the graph before mapping) changes 'layers.1.experts.weight'"),
+    Row("a node behind a tail under its output's name", under_its_name(0),
+        "after tail 1 of 2 (layers.0/MoEFinalizeAddRMSNorm), Mul 'planted' (not in the graph before mapping) changes "
+        "norm_out"),
+    Row("a node behind a tail's residual under its name", under_its_name(1),
+        "after tail 1 of 2 (layers.0/MoEFinalizeAddRMSNorm), Mul 'planted' (not in the graph before mapping) changes "
+        "residual_out"),
+    Row("nodes behind a tail under both names", both_under_their_names,
+        "after tail 1 of 2 (layers.0/MoEFinalizeAddRMSNorm), Mul 'planted_0' (not in the graph before mapping) changes "
+        "norm_out"),
+    Row("a node behind the last tail under its output's name", under_its_name(0),
+        "after tail 2 of 2 (layers.1/MoEFinalizeAddRMSNorm), Mul 'planted' (not in the graph before mapping) changes "
+        "norm_out", tail=1),
+    Row("another weight behind the tails", another_head,
+        "is off, though every tail before it is right: weight 'head.weight' of "),
     Row("the function's body", body_sums, "but its function in the file computes norm_out wrongly"),
 ]  # fmt: skip
 
@@ -467,6 +520,37 @@ def test_without_a_file_before_mapping_the_source_is_exported_anew(single: Mappe
     assert row.says in report.cause
     assert "the graph before mapping is an export of Plain made now" in report.notes
     assert "exporting Plain anew, to find what is off" in said
+
+
+def test_a_file_beside_it_that_is_another_is_not_taken_and_that_is_said(
+    single: Mapped, parallel: Mapped, tmp_path: Path
+) -> None:
+    path = faulty(single, TABLE[0], tmp_path)
+    save_model(load_model(parallel.path.with_name("model.onnx")), tmp_path / "model.onnx")
+    report = compare(path, single.source)
+    assert TABLE[0].says in report.cause
+    assert report.notes == (
+        "'model.onnx' beside it is not the file that 'faulty.onnx' was mapped from: "
+        "its outputs are norm, residual, norm_2, residual_2",
+        "the graph before mapping is an export of Plain made now",
+    )
+    (tmp_path / "model.onnx").write_text("no model\n" * 50)
+    assert compare(path, single.source).notes[0].startswith("'model.onnx' beside it was left out: '")
+
+
+def test_a_tail_that_no_name_ties_to_the_graph_before_mapping_is_named(single: Mapped, tmp_path: Path) -> None:
+    """Neither what it gives nor what it reads has a name of that graph."""
+    model = load_model(single.path)
+    both_under_their_names(model, tails(model)[0])
+    for name, value in named_inputs(tails(model)[0]).items():
+        replaced(tails(model)[0], name, inserted(model, tails(model)[0], "Identity", value, like=value))
+    path = save_model(model, tmp_path / "faulty.onnx")
+    with pytest.raises(InputError) as caught:
+        compare(path, single.source, unmapped_path=single.path.with_name("model.onnx"))
+    assert str(caught.value).endswith(
+        "norm_out of 'layers.0/MoEFinalizeAddRMSNorm', is no value of it, and none of its tails reads the same values: "
+        "was one of them edited?"
+    )
 
 
 def test_a_fault_of_the_export_is_not_blamed_on_the_mapping(single: Mapped, tmp_path: Path) -> None:

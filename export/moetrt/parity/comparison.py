@@ -299,15 +299,16 @@ class _Comparison:
         model: ir.Model,
         source: Source,
         feed: Mapping[str, torch.Tensor],
-        original: Original | None,
+        original: tuple[Original | None, str],
         experts: str | None,
         say: Progress,
     ) -> None:
         self.path, self.model, self.source, self.feed = path, model, source, feed
-        self.original, self.experts, self.say = original, experts, say
+        self.experts, self.say = experts, say
         self.tails = tails_of(model)
         self.half = half_dtype(model)
-        self.notes: list[str] = []
+        self.original, why = original
+        self.notes: list[str] = [why] if why else []
         self.kernel = self._kernel()
 
     def _kernel(self) -> KernelLibrary | None:
