@@ -18,6 +18,7 @@ from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
 from moetrt.onnx_files import load_model
+from moetrt.parity.finite import first_not_finite
 from moetrt.parity.replay import draw_inputs, load_inputs
 from moetrt.parity.runners import OrtRunner, Results, TorchRunner, session_of, side_by_side, tensorrt_runner
 from moetrt.parity.tails import operands_from, run_tail, tails_of
@@ -106,6 +107,19 @@ class ParityReport:
         tail = next((tail for tail in self.tails if not tail.passed), None)
         return self.worst.headline() if tail is None or not self.worst.passed else tail.line()
 
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """The outputs that passed though not all of them was measured, one line each."""
+        found = {output.name: output.gap for output in self.outputs if output.gap and not output.tail}
+        return tuple(f"{name}: {gap}" for name, gap in found.items())
+
+    @property
+    def result(self) -> str:
+        """How it came out, in a few words."""
+        if not self.passed:
+            return "UNDECIDED" if self.undecided else "DIFFERS"
+        return "within tolerance" + "".join(f"; NOT MEASURED of {gap}" for gap in self.gaps)
+
     def lines(self) -> list[str]:
         """The report for people: every output of the model, a line for each tail, and all figures of what differs."""
         sizes = ", ".join(f"{name} [{'x'.join(map(str, shape))}]" for name, shape in self.inputs.items())
@@ -192,6 +206,9 @@ def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | N
         parts.append(f"from the tail it replaced {max(tail.error.values()):.1e}")
     if any(output.undecided for output in outputs) and not any(map(_off, outputs)):
         return f"UNDECIDED: {name} by itself in {first.dtype}: {first.reason}"
+    gap = next((output for output in outputs if output.gap), None)
+    if gap is not None:
+        parts.append(f"of {gap.name.rpartition('.')[2]} {gap.gap}")
     verdict = "ok" if all(output.passed for output in outputs) else "DIFFERS"
     return f"{verdict}: {name} by itself in {first.dtype}, rms error against float64: {', '.join(parts)}"
 
@@ -356,6 +373,7 @@ class _Comparison:
         judged += alone
         tails = self._walk(walk)
         outputs = _hinted(judged, self.source if seed is not None else None)
+        self._note(outputs, values)
         return ParityReport(
             onnx_path=self.path,
             sha256=file_sha256(self.path),
@@ -369,6 +387,21 @@ class _Comparison:
             notes=tuple(dict.fromkeys(self.notes)),
             backends=dict(map(self._backend, engines)),
         )
+
+    def _note(self, outputs: Sequence[OutputParity], values: Mapping[str, torch.Tensor]) -> None:
+        """What a verdict alone would not show: what was not measured, and what passes by a tolerance's least part."""
+        gaps = {output.name: output.gap for output in outputs if output.gap and not output.tail}
+        lost = any(output.undecided for output in outputs)
+        origin = first_not_finite(self.source.module, self.feed, self.tails, values) if gaps or lost else ""
+        self.notes += [
+            f"{name}: {gap}{f', from {origin}' if origin else ''}; the errors are of the rest"
+            for name, gap in gaps.items()
+        ]
+        if lost and origin:
+            self.notes.append(f"what is not finite comes from {origin}")
+        self.notes += [
+            f"{output.name}: {output.excess}" for output in outputs if output.excess and output.runner != UNMAPPED
+        ]
 
     def _prepared(self, folder: Path) -> tuple[Walk | None, OrtRunner | None]:
         """The walk and the run of the file before mapping, where there is one that ONNX Runtime takes."""
