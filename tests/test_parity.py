@@ -1,5 +1,6 @@
 """Parity finds what it is for: planted faults are caught, correct runs pass, and every wrong pairing is one line."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -661,7 +662,8 @@ def test_another_models_file_is_named(source: Source, good: Path, tmp_path: Path
 
 
 def test_inputs_of_another_dtype_or_shape_are_named(source: Source, good: Path, half: tuple[Source, Path]) -> None:
-    line = refused(good, half[0])
+    given = {name: t.to(torch.bfloat16) if name == "hidden" else t for name, t in draw(0, {"tokens": 3}).items()}
+    line = refused(good, source, inputs=given)
     assert line.startswith(f"input 'hidden' of '{good}' is float, of TwoTails bfloat16")
     model = load_model(good)
     model.graph.inputs[1].shape = ir.Shape([TOKENS, TOP_K])
@@ -670,6 +672,22 @@ def test_inputs_of_another_dtype_or_shape_are_named(source: Source, good: Path, 
     line = refused(fixed, source, sizes={"tokens": 9})
     assert line == f"input 'weights' of '{fixed}' is 6x3, of TwoTails 9x3"
     assert refused(good, source, sizes={"tokenz": 9}).startswith("'tokenz' is not a dynamic size of TwoTails")
+
+
+def test_a_source_of_another_dtype_is_named_with_what_to_give(
+    source: Source, good: Path, half: tuple[Source, Path]
+) -> None:
+    taken = "a source of the file's own type is taken"
+    assert refused(good, half[0]) == (
+        f"the weights of '{good}' are float32, those of TwoTails were loaded as bfloat16; {taken} (--dtype fp32)"
+    )
+    assert refused(half[1], source) == (
+        f"the weights of '{half[1]}' are bfloat16, those of TwoTails were loaded as float32; {taken} (--dtype bf16)"
+    )
+    # One weight that is kept in float32, in the source or in the file, is no other type.
+    kept = dataclasses.replace(half[0], module=copy.deepcopy(half[0].module))
+    kept.module.gammas[0].data = kept.module.gammas[0].data.float()  # type: ignore[index,union-attr]
+    assert compare(half[1], kept).passed
 
 
 def untyped(path: Path, target: Path) -> Path:

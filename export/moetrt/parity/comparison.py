@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 
 from moetrt.backends import Progress, choose
+from moetrt.capture import weights_of
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
@@ -22,7 +23,7 @@ from moetrt.parity.finite import first_not_finite
 from moetrt.parity.replay import draw_inputs, load_inputs
 from moetrt.parity.runners import OrtRunner, Results, TorchRunner, session_of, side_by_side, tensorrt_runner
 from moetrt.parity.tails import operands_from, run_tail, tails_of
-from moetrt.parity.twins import TORCH_DTYPES, expose, float32_twin, half_dtype
+from moetrt.parity.twins import FLOATS, TORCH_DTYPES, expose, float32_twin, half_dtype
 from moetrt.parity.verdict import (
     GOLD,
     KERNEL,
@@ -39,7 +40,7 @@ from moetrt.parity.verdict import (
 from moetrt.parity.walk import Original, TailVerdict, Walk, capture_original, find_original
 from moetrt.provenance import command, versions
 from moetrt.shapes import fill_in_types
-from moetrt.source import Source, check_source
+from moetrt.source import DTYPES, Source, check_source
 
 FORMAT = "moetrt.parity/1"
 """What `ParityReport.as_dict` says it is."""
@@ -615,6 +616,7 @@ def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[
             f"'{path}' has the outputs {', '.join(outputs)}; {source.description} has "
             f"{', '.join(source.output_names)}: is it this model's file?"
         )
+    _check_weights(model, path, source)
     for name, value in inputs.items():
         tensor = feed[name]
         if TORCH_DTYPES.get(value.dtype or ir.DataType.UNDEFINED) != tensor.dtype:
@@ -628,3 +630,26 @@ def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[
         if len(dims) != tensor.dim() or any(d not in (None, s) for d, s in zip(dims, tensor.shape, strict=True)):
             wanted = "x".join("?" if dim is None else str(dim) for dim in dims)
             raise InputError(f"input '{name}' of '{path}' is {wanted}, of {whose} {'x'.join(map(str, tensor.shape))}")
+
+
+def _check_weights(model: ir.Model, path: Path, source: Source) -> None:
+    """Refuses a source that was loaded in another floating-point type than the file was exported in.
+
+    What rounding its weights does to the numbers would be far more than what a comparison is to find. Weights have the
+    same names in both; single ones may be of another type on either side.
+    """
+    pairs = []
+    for name, weight in weights_of(source.module).items():
+        value = model.graph.initializers.get(name)
+        if value is not None and value.dtype in FLOATS and weight.is_floating_point():
+            pairs.append((TORCH_DTYPES[value.dtype], weight.dtype))
+    other = [pair for pair in pairs if pair[0] != pair[1]]
+    if 2 * len(other) <= len(pairs):
+        return
+    mine, theirs = max(set(other), key=other.count)
+    names = [str(dtype).removeprefix("torch.") for dtype in (mine, theirs)]
+    option = next(word for word, dtype in DTYPES.items() if dtype == mine)
+    raise InputError(
+        f"the weights of '{path}' are {names[0]}, those of {source.description} were loaded as {names[1]}; a source of "
+        f"the file's own type is taken (--dtype {option})"
+    )
