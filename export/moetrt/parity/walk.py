@@ -21,7 +21,7 @@ from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named
 from moetrt.mapping import map_model
 from moetrt.onnx_files import data_files, load_model
-from moetrt.parity.between import first_difference
+from moetrt.parity.between import alike, first_difference
 from moetrt.parity.diagnosis import EXACT, Cause, Operation, differing, distance, explain, rounded
 from moetrt.parity.runners import OrtRunner, session_of, side_by_side
 from moetrt.parity.tails import Tail, outputs_of, tails_of, through_reshapes
@@ -218,18 +218,18 @@ def _not_original(mapped: ir.Model, original: Original) -> str:
         if set(names) != {value.name for value in mine if value.name not in mapped.graph.initializers}:
             return f"its {what} are {', '.join(names)}"
     tails = tails_of(mapped)
-    for tail, found in zip(tails, _ties(tails, original), strict=True):
+    for tail, found in zip(tails, _ties(mapped, tails, original), strict=True):
         lost = [
             f"'{value.name}', {name} of '{tail.name}',"
             for value, name in zip(tail.node.outputs, tail.spec.outputs, strict=True)
             if name not in found
         ]
         if lost:
-            return f"{lost[0]} is no value of it, and none of its tails reads the same values: was one of them edited?"
+            return f"{lost[0]} is no value of it, and no tail of it stands in that one's place"
     return ""
 
 
-def _ties(tails: list[Tail], original: Original) -> list[dict[str, str]]:
+def _ties(mapped: ir.Model, tails: list[Tail], original: Original) -> list[dict[str, str]]:
     """The names under which the graph before mapping has each tail's outputs; without those that are not found.
 
     Where a mapped file was edited, a tail's output may have a name of its own, and another node the name that it had.
@@ -237,7 +237,8 @@ def _ties(tails: list[Tail], original: Original) -> list[dict[str, str]]:
     """
     known = computed(original.model)
     found = [outputs_of(tail, known) for tail in tails]
-    if all(set(names) == set(tail.spec.outputs) for tail, names in zip(tails, found, strict=True)):
+    whole = all(set(names) == set(tail.spec.outputs) for tail, names in zip(tails, found, strict=True))
+    if whole or not alike(mapped, original.again):
         return found
     others = [(other, outputs_of(other, known)) for other in tails_of(original.again)]
     for tail, names in zip(tails, found, strict=True):
@@ -272,7 +273,7 @@ class Walk:
         self.half = half_dtype(mapped)
         self.tails = tails_of(mapped)
         known = computed(original.model)
-        self.outputs = _ties(self.tails, original)
+        self.outputs = _ties(mapped, self.tails, original)
         self.carriers = {
             name: _carrier(tail.node.outputs[tail.spec.outputs.index(output)], known[name])
             for tail, names in zip(self.tails, self.outputs, strict=True)
