@@ -1,5 +1,6 @@
 """Parity finds what it is for: planted faults are caught, correct runs pass, and every wrong pairing is one line."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -23,9 +24,11 @@ from moetrt.mapping import map_file
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import make_model, named_inputs, operator_of
 from moetrt.parity import compare
+from moetrt.parity.finite import first_not_finite
 from moetrt.parity.runners import OrtRunner, TorchRunner, float64_copy, ort_session, session_of, tensorrt_runner
+from moetrt.parity.tails import tails_of
 from moetrt.parity.twins import float32_twin
-from moetrt.parity.verdict import argmax_changed, judge
+from moetrt.parity.verdict import TENSORRT, Errors, argmax_changed, judge
 from moetrt.source import Source
 from moetrt.spec import FINALIZE_ADD_RMS_NORM, Operand
 
@@ -659,7 +662,8 @@ def test_another_models_file_is_named(source: Source, good: Path, tmp_path: Path
 
 
 def test_inputs_of_another_dtype_or_shape_are_named(source: Source, good: Path, half: tuple[Source, Path]) -> None:
-    line = refused(good, half[0])
+    given = {name: t.to(torch.bfloat16) if name == "hidden" else t for name, t in draw(0, {"tokens": 3}).items()}
+    line = refused(good, source, inputs=given)
     assert line.startswith(f"input 'hidden' of '{good}' is float, of TwoTails bfloat16")
     model = load_model(good)
     model.graph.inputs[1].shape = ir.Shape([TOKENS, TOP_K])
@@ -668,6 +672,22 @@ def test_inputs_of_another_dtype_or_shape_are_named(source: Source, good: Path, 
     line = refused(fixed, source, sizes={"tokens": 9})
     assert line == f"input 'weights' of '{fixed}' is 6x3, of TwoTails 9x3"
     assert refused(good, source, sizes={"tokenz": 9}).startswith("'tokenz' is not a dynamic size of TwoTails")
+
+
+def test_a_source_of_another_dtype_is_named_with_what_to_give(
+    source: Source, good: Path, half: tuple[Source, Path]
+) -> None:
+    taken = "a source of the file's own type is taken"
+    assert refused(good, half[0]) == (
+        f"the weights of '{good}' are float32, those of TwoTails were loaded as bfloat16; {taken} (--dtype fp32)"
+    )
+    assert refused(half[1], source) == (
+        f"the weights of '{half[1]}' are bfloat16, those of TwoTails were loaded as float32; {taken} (--dtype bf16)"
+    )
+    # One weight that is kept in float32, in the source or in the file, is no other type.
+    kept = dataclasses.replace(half[0], module=copy.deepcopy(half[0].module))
+    kept.module.gammas[0].data = kept.module.gammas[0].data.float()  # type: ignore[index,union-attr]
+    assert compare(half[1], kept).passed
 
 
 def untyped(path: Path, target: Path) -> Path:
@@ -753,6 +773,106 @@ def test_nan_where_pytorch_has_it_is_no_difference(source: Source, good: Path) -
     report = compare(good, source, inputs=nan_rows(draw(0, {"tokens": 40}), 1))
     assert report.passed, "\n".join(report.lines())
     assert all(0 < output.nan < 40 * HIDDEN for output in report.outputs if not output.tail)
+
+
+def test_what_was_not_measured_is_told_loudly(source: Source, good: Path) -> None:
+    report = compare(good, source, inputs=nan_rows(draw(0, {"tokens": 40}), 1))
+    lost = {output.name: output.nan for output in report.outputs if not output.tail}
+    for name, count in lost.items():
+        told = f"{count} of {40 * HIDDEN} elements are NaN in PyTorch too"
+        assert f"{name}: {told}" in report.gaps
+        note = f"{name}: {told}, from input 'hidden', which has {HIDDEN} NaN; the errors are of the rest"
+        assert note in report.notes
+        assert f"NOT MEASURED of {name}: {told}" in report.result
+        assert f"ok: {name} [40x{HIDDEN}] float32, onnxruntime against pytorch; {told}" in report.lines()
+    assert "of norm_out " in "\n".join(report.lines())
+    measured = compare(good, source)
+    assert (measured.gaps, measured.result) == ((), "within tolerance")
+
+
+@pytest.mark.parametrize(("number", "kind"), [(math.nan, "NaN"), (math.inf, "Inf")])
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, number: float, kind: str) -> None:
+    """A gamma of one NaN or infinity reaches one column of the last norm, in every runner alike."""
+    source = make_source()
+    with torch.no_grad():
+        source.module.gammas[1][3] = number  # type: ignore[index,union-attr]
+    report = compare(mapped(source, tmp_path), source)
+    assert report.passed, "\n".join(report.lines())
+    told = f"norm: {TOKENS} of {TOKENS * HIDDEN} elements are {kind} in PyTorch too"
+    assert report.gaps == (told,)
+    weight = f"weight 'gammas.1', which has 1 {kind}"
+    assert f"{told}, from {weight}; the errors are of the rest" in report.notes
+    assert report.result == f"within tolerance; NOT MEASURED of {told}"
+    with torch.no_grad():
+        source.module.gammas[1][:] = number  # type: ignore[index,union-attr]
+    (tmp_path / "all").mkdir()
+    report = compare(mapped(source, tmp_path / "all"), source)
+    assert not report.passed
+    assert report.result == "UNDECIDED"
+    assert report.cause.startswith("norm, ")
+    assert f"what is not finite comes from weight 'gammas.1', which has {HIDDEN} {kind}" in report.notes
+
+
+def test_padded_rows_of_nan_are_read_by_nobody(source: Source, good: Path) -> None:
+    tails = tails_of(load_model(good))
+    tail = tails[1]
+    rows = torch.full((4, 2), math.nan)
+    rows[1] = 1.0
+    names = {name: value.name or "" for name, value in tail.inputs.items()}
+    values = {names["gemm2_permuted"]: rows, names["expanded_idx_to_permuted_idx"]: torch.tensor([[1, -1]])}
+    assert first_not_finite(source.module, {}, tails, values) == ""
+    values[names["expanded_idx_to_permuted_idx"]] = torch.tensor([[1, 2]])
+    said = first_not_finite(source.module, {}, tails, values)
+    assert said == f"before tail 2 of 2, {tail.name}, whose gemm2_permuted has 2 NaN"
+
+
+def test_where_float64_alone_is_not_finite_it_is_said() -> None:
+    value, gold = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, math.inf]).double()
+    assert judge(value, value, gold, name="y").gap == "1 of 4 elements is NaN or Inf in PyTorch's float64 run"
+    special = torch.tensor([1.0, math.nan, 1.0, 1.0])
+    gold[1] = math.nan
+    said = judge(special, special, gold, name="y").gap
+    assert said == "2 of 4 elements are NaN or Inf in PyTorch's float64 run, some NaN in both"
+
+
+def test_an_error_that_passes_by_the_last_place_alone_is_told() -> None:
+    gold = torch.linspace(0.5, 1, 64).double()
+    ours = (gold * (1 + 1e-6)).float()
+    near = judge((gold * (1 + 2e-6)).float(), ours, gold, name="y", step=2**-7)
+    far = judge((gold * (1 + 1e-3)).float(), ours, gold, name="y", step=2**-7)
+    assert near.passed
+    assert near.excess == ""
+    assert far.passed
+    assert far.excess.startswith("onnxruntime's error is ")
+    assert " x PyTorch's own (" in far.excess
+    assert far.excess.endswith("it passes by the unit in the last place alone")
+    beside = dataclasses.replace(far, unfused=Errors("onnxruntime-unmapped", far.worst, far.rms))
+    assert beside.excess.endswith(f"alone; onnxruntime-unmapped has {far.ratio:.0f} x")
+    exact = judge((gold * (1 + 1e-3)).float(), gold.float(), gold.float().double(), name="y", step=2**-7)
+    assert "onnxruntime's error is not 0 as PyTorch's own is (" in exact.excess
+    # What fails says so itself; and TF32 is what an engine rounds to.
+    assert judge(2 * ours, ours, gold, name="y", step=2**-7).excess == ""
+    engine = judge((gold * (1 + 1e-4)).float(), ours, gold, name="y", runner=TENSORRT)
+    assert engine.passed
+    assert engine.excess == ""
+
+
+def test_a_half_model_that_passes_by_the_last_place_alone_has_a_note(half: tuple[Source, Path], tmp_path: Path) -> None:
+    """A residual of 1.0005 times itself: less than bfloat16 can show, and far more than float32 rounds."""
+    source, good = half
+    model = load_model(good)
+    for node in model.graph:
+        if operator_of(node) is not None:
+            node.attributes["residual_scale"] = ir.AttrFloat32("residual_scale", 1.0005)
+    report = compare(save_model(model, tmp_path / "near.onnx"), source)
+    whole = [output for output in report.outputs if output.runner == "onnxruntime" and not output.tail]
+    for output in whole:
+        assert output.passed
+        assert output.ratio > 10
+        assert f"{output.name}: {output.excess}" in report.notes
+        assert "\n".join(report.lines()).count(f"note: {output.name}: {output.excess}") == 1
+    assert not any(": onnxruntime-unmapped's" in note for note in report.notes)
+    assert not any("last place alone" in note for note in compare(good, source).notes)
 
 
 def test_where_all_is_nan_nothing_passes_and_nothing_is_blamed(source: Source, good: Path) -> None:

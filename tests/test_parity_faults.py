@@ -244,6 +244,18 @@ def rolled(model: ir.Model, node: ir.Node) -> None:
     replaced(node, "expert_weights", inserted(model, node, "Gather", weights, order, like=weights, axis=1))
 
 
+def backwards(name: str, axis: int) -> Fault:
+    """The input in the reverse order along ``axis``."""
+
+    def plant(model: ir.Model, node: ir.Node) -> None:
+        value = named_inputs(node)[name]
+        bounds = [inserted(model, node, "Constant", like=value, value=ir.tensor([number]))
+                  for number in (-1, -(2**62), axis, -1)]  # fmt: skip
+        replaced(node, name, inserted(model, node, "Slice", value, *bounds, like=value))
+
+    return plant
+
+
 def map_with(op_type: str, number: int) -> Fault:
     def plant(model: ir.Model, node: ir.Node) -> None:
         index = named_inputs(node)["expanded_idx_to_permuted_idx"]
@@ -309,6 +321,44 @@ def experts_doubled(model: ir.Model, node: ir.Node) -> None:
     gemm.replace_input_with(1, inserted(model, gemm, "Add", value, value, like=value))
 
 
+def under_its_name(output: int) -> Fault:
+    """What reads an output of the tail reads 1.1 times that: the output is renamed, and a new node has its name."""
+
+    def plant(model: ir.Model, node: ir.Node) -> None:
+        value = node.outputs[output]
+        name, readers = value.name, tuple(value.uses())
+        factor = ir.tensor(1.1, dtype=value.dtype or ir.DataType.FLOAT)
+        constant = ir.node("Constant", [], attributes={"value": factor}, name="factor")
+        constant.outputs[0].name = "factor"
+        scaled = ir.node("Mul", [value, constant.outputs[0]], name="planted")
+        scaled.outputs[0].type, scaled.outputs[0].shape = value.type, value.shape
+        model.graph.insert_after(node, [constant, scaled])
+        for use in readers:
+            use.node.replace_input_with(use.idx, scaled.outputs[0])
+        for place, result in enumerate(model.graph.outputs):
+            if result is value:
+                model.graph.outputs[place] = scaled.outputs[0]
+        value.name = f"{name}_before"
+        scaled.outputs[0].name = name
+
+    return plant
+
+
+def both_under_their_names(model: ir.Model, node: ir.Node) -> None:
+    for output in (0, 1):
+        under_its_name(output)(model, node)
+        next(n for n in model.graph if n.name == "planted").name = f"planted_{output}"
+        next(n for n in model.graph if n.name == "factor").outputs[0].name = f"factor_{output}"
+        next(n for n in model.graph if n.name == "factor").name = f"factor_{output}"
+
+
+def another_head(model: ir.Model, node: ir.Node) -> None:
+    """The last GEMM reads a weight of other numbers under the same name."""
+    (value,) = [v for v in model.graph.initializers.values() if v.name == "head.weight"]
+    assert value.const_value is not None
+    value.const_value = ir.tensor(value.const_value.numpy()[::-1].copy(), name=value.name)
+
+
 def body_sums(model: ir.Model, node: ir.Node) -> None:
     """The function's own mistake: the norm's mean is a sum."""
     for function in model.functions.values():
@@ -356,6 +406,24 @@ TABLE = [
         "expert_weights is rounded to bfloat16, which the original graph's is not"),
     Row("weights not normalised", unnormalised, "expert_weights are not normalised as the original graph's are"),
     Row("weights in another order", rolled, "expert_weights are the original graph's in another order"),
+    Row("rows in another order", backwards("gemm2_permuted", 0),
+        "gemm2_permuted is the original graph's in another order of the 36 rows, the reverse"),
+    Row("rows with their hidden elements in another order", backwards("gemm2_permuted", 1),
+        "gemm2_permuted is the original graph's in another order of the 32 hidden elements, the reverse"),
+    Row("weights of another token", backwards("expert_weights", 0),
+        "expert_weights are the original graph's in another order of the 12 tokens, the reverse"),
+    Row("map in another order", backwards(MAP, 0),
+        f"{MAP} is the original graph's in another order of the 12 tokens, the reverse"),
+    Row("map in another order of the routes", backwards(MAP, 1),
+        f"{MAP} is the original graph's in another order of the 3 routes, the reverse"),
+    Row("shared expert in another order", backwards("shared_output", 0),
+        "shared_output is the original graph's in another order of the 12 tokens, the reverse"),
+    Row("shared gate in another order", backwards("shared_gate", 0),
+        "shared_gate is the original graph's in another order of the 12 tokens, the reverse"),
+    Row("residual in another order", backwards("residual", 1),
+        "residual is the original graph's in another order of the 32 hidden elements, the reverse"),
+    Row("gamma in another order", backwards("gamma", 0),
+        "gamma is the original graph's in another order of the 32 hidden elements, the reverse"),
     Row("weights ignored", attribute("apply_expert_weights", 0), "apply_expert_weights was 0; 1 explains it"),
     Row("weight_bias", attribute("weight_bias", 1.0), "weight_bias was 1; 0 explains it"),
     Row("weight_before_cast", attribute("weight_before_cast", 1), "weight_before_cast was 1; 0 explains it",
@@ -377,7 +445,22 @@ TABLE = [
         "output 'logits' is off: it reads the two outputs of 'layers.1/MoEFinalizeAddRMSNorm' the other way round",
         tail=1),
     Row("a GEMM between the tails", experts_doubled,
-        "gemm2_permuted of 'layers.1/MoEFinalizeAddRMSNorm', is off, though every tail before it is right"),
+        "gemm2_permuted of 'layers.1/MoEFinalizeAddRMSNorm', is off, though every tail before it is right: "
+        "Add 'node_Add_0' (not in the graph before mapping) changes 'layers.1.experts.weight'"),
+    Row("a node behind a tail under its output's name", under_its_name(0),
+        "after tail 1 of 2 (layers.0/MoEFinalizeAddRMSNorm), Mul 'planted' (not in the graph before mapping) changes "
+        "norm_out"),
+    Row("a node behind a tail's residual under its name", under_its_name(1),
+        "after tail 1 of 2 (layers.0/MoEFinalizeAddRMSNorm), Mul 'planted' (not in the graph before mapping) changes "
+        "residual_out"),
+    Row("nodes behind a tail under both names", both_under_their_names,
+        "after tail 1 of 2 (layers.0/MoEFinalizeAddRMSNorm), Mul 'planted_0' (not in the graph before mapping) changes "
+        "norm_out"),
+    Row("a node behind the last tail under its output's name", under_its_name(0),
+        "after tail 2 of 2 (layers.1/MoEFinalizeAddRMSNorm), Mul 'planted' (not in the graph before mapping) changes "
+        "norm_out", tail=1),
+    Row("another weight behind the tails", another_head,
+        "is off, though every tail before it is right: weight 'head.weight' of "),
     Row("the function's body", body_sums, "but its function in the file computes norm_out wrongly"),
 ]  # fmt: skip
 
@@ -437,6 +520,55 @@ def test_without_a_file_before_mapping_the_source_is_exported_anew(single: Mappe
     assert row.says in report.cause
     assert "the graph before mapping is an export of Plain made now" in report.notes
     assert "exporting Plain anew, to find what is off" in said
+
+
+def test_a_file_beside_it_that_is_another_is_not_taken_and_that_is_said(
+    single: Mapped, parallel: Mapped, tmp_path: Path
+) -> None:
+    path = faulty(single, TABLE[0], tmp_path)
+    save_model(load_model(parallel.path.with_name("model.onnx")), tmp_path / "model.onnx")
+    report = compare(path, single.source)
+    assert TABLE[0].says in report.cause
+    assert report.notes == (
+        "'model.onnx' beside it is not the file that 'faulty.onnx' was mapped from: "
+        "its outputs are norm, residual, norm_2, residual_2",
+        "the graph before mapping is an export of Plain made now",
+    )
+    (tmp_path / "model.onnx").write_text("no model\n" * 50)
+    assert compare(path, single.source).notes[0].startswith("'model.onnx' beside it was left out: '")
+
+
+def test_a_tail_that_no_name_ties_to_the_graph_before_mapping_is_named(single: Mapped, tmp_path: Path) -> None:
+    """Neither what it gives nor what it reads has a name of that graph."""
+    model = load_model(single.path)
+    both_under_their_names(model, tails(model)[0])
+    for name, value in named_inputs(tails(model)[0]).items():
+        replaced(tails(model)[0], name, inserted(model, tails(model)[0], "Identity", value, like=value))
+    path = save_model(model, tmp_path / "faulty.onnx")
+    with pytest.raises(InputError) as caught:
+        compare(path, single.source, unmapped_path=single.path.with_name("model.onnx"))
+    assert str(caught.value).endswith(
+        "norm_out of 'layers.0/MoEFinalizeAddRMSNorm', is no value of it, and no tail of it stands in that one's place"
+    )
+
+
+def test_an_edited_file_is_not_tied_to_a_graph_of_other_nodes(single: Mapped, tmp_path: Path) -> None:
+    """The same names of outputs, weights and half of the values, as another form of export has them."""
+    original = load_model(single.path.with_name("model.onnx"))
+    known = {value.name for node in load_model(single.path).graph for value in node.outputs}
+    for node in list(original.graph):
+        # Each node reads another value than it did.
+        if node.op_type in ("Reshape", "MatMul", "Gemm", "Mul", "Sigmoid") and node.outputs[0].name in known:
+            value = node.inputs[0]
+            assert value is not None
+            node.replace_input_with(0, inserted(original, node, "Identity", value, like=value))
+    other = save_model(original, tmp_path / "other.onnx")
+    row = next(row for row in TABLE if row.fault == "nodes behind a tail under both names")
+    path = faulty(single, row, tmp_path)
+    with pytest.raises(InputError, match=r"is not the file that .* no tail of it stands in that one's place$"):
+        compare(path, single.source, unmapped_path=other)
+    # A file that was not edited is tied by its tails' names, whatever lies between.
+    assert compare(single.path, single.source, unmapped_path=other).passed
 
 
 def test_a_fault_of_the_export_is_not_blamed_on_the_mapping(single: Mapped, tmp_path: Path) -> None:
@@ -515,6 +647,37 @@ def test_an_input_is_found_by_the_numbers_alone(change: Callable[[Operation], Op
     assert cause is not None
     assert cause.text == says
     assert cause.complete
+
+
+ORDERS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
+    ("gemm2_permuted", lambda x: x.flip(0), "is the original graph's in another order of the 48 rows, the reverse"),
+    ("gemm2_permuted", lambda x: x.roll(-3, 0), "is the original graph's in another order of the 48 rows, turned by 3"),
+    ("gemm2_permuted", lambda x: x[[0, 1, 2, 9, *range(4, 9), 3, *range(10, 48)]],
+     "is the original graph's in another order of the 48 rows, 3 and 9 exchanged"),
+    ("gemm2_permuted", lambda x: x[torch.randperm(48, generator=torch.Generator().manual_seed(1))] * (1 + 1e-9),
+     "is the original graph's in another order of the 48 rows"),
+    ("residual", lambda x: x.flatten().roll(7).view(x.shape),
+     "is the original graph's in another order of all its 384 elements"),
+    ("expert_weights", lambda x: torch.stack([row.roll(i) for i, row in enumerate(x)]),
+     "are the original graph's in another order of the 3 routes, each token in its own"),
+    (MAP, lambda x: torch.stack([row.roll(i) for i, row in enumerate(x)]),
+     "is the original graph's in another order of the 3 routes, each token in its own"),
+    # The nearest that are no other order: one element, or one NaN, is another.
+    ("gemm2_permuted", lambda x: (x + (x.nan_to_num() == x.nan_to_num().max())).flip(0), "has other values"),
+    ("gemm2_permuted", lambda x: x.flip(0).nan_to_num(0.0), "has other values"),
+    ("expert_weights", lambda x: x.flip(0) * 1.01, "has other values"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "says"), ORDERS)
+def test_another_order_is_told_from_other_values(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], says: str
+) -> None:
+    """Rows that no map names hold NaN, and lie elsewhere too."""
+    right = operation()
+    mine = change(right.inputs[name])
+    text = difference(name, mine, right, {}, {})
+    assert text == f"{name} {says}" or (says == "has other values" and text.startswith(f"{name} {says}"))
 
 
 @pytest.mark.parametrize(

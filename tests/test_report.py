@@ -552,6 +552,20 @@ def test_an_undecided_comparison_is_told_from_one_that_differs(folder: Path) -> 
         assert "differs" not in text.partition("Benchmarks</h2>")[0].partition("Parity</h2>")[2]
 
 
+def test_what_was_not_measured_is_in_the_verdict(folder: Path) -> None:
+    def lost(content: dict[str, Any]) -> None:
+        for output in content["outputs"]:
+            if not output["tail"]:
+                output.update(nan=7, pytorch_nan=7)
+
+    changed(folder / "parity.json", lost)
+    assert cli.run(["report", str(folder)]) == 0
+    for suffix in ("html", "md"):
+        text = (folder / f"report.{suffix}").read_text()
+        assert "within tolerance (" in text
+        assert "Not measured: 7 elements of logits, NaN or Inf in PyTorch too." in text
+
+
 def test_what_keeps_bench_from_its_page_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The figures are there and printed; a page that cannot be made is a line more, not a failure."""
     (folder / "parity.json").write_text("")

@@ -311,6 +311,12 @@ def _depth(module: torch.nn.Module) -> int:
     return 2 if isinstance(module, CausalLM | FlatModule) else 1
 
 
+def weights_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The weights of a source's module by the names that an exported file has them under."""
+    prefix = "module." * (_depth(module) - 1)
+    return {name.removeprefix(prefix): weight for name, weight in module.named_parameters()}
+
+
 def _strip(model: ir.Model, depth: int) -> None:
     """Gives weights and nodes the names of the user's module, and drops notes that hold paths of this machine."""
     prefix = "module." * depth

@@ -407,7 +407,7 @@ def compare_command(
             progress=step.progress,
         )
         step.ok = report.passed
-        step.result = "within tolerance" if report.passed else "UNDECIDED" if report.undecided else "DIFFERS"
+        step.result = report.result
         step.details += report.lines()
     if save_inputs:
         out.line(f"inputs: {replay.save_inputs(feed, save_inputs)}")

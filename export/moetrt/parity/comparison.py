@@ -14,14 +14,16 @@ import onnx_ir as ir
 import torch
 
 from moetrt.backends import Progress, choose
+from moetrt.capture import weights_of
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
 from moetrt.onnx_files import load_model
+from moetrt.parity.finite import first_not_finite
 from moetrt.parity.replay import draw_inputs, load_inputs
 from moetrt.parity.runners import OrtRunner, Results, TorchRunner, session_of, side_by_side, tensorrt_runner
 from moetrt.parity.tails import operands_from, run_tail, tails_of
-from moetrt.parity.twins import TORCH_DTYPES, expose, float32_twin, half_dtype
+from moetrt.parity.twins import FLOATS, TORCH_DTYPES, expose, float32_twin, half_dtype
 from moetrt.parity.verdict import (
     GOLD,
     KERNEL,
@@ -38,7 +40,7 @@ from moetrt.parity.verdict import (
 from moetrt.parity.walk import Original, TailVerdict, Walk, capture_original, find_original
 from moetrt.provenance import command, versions
 from moetrt.shapes import fill_in_types
-from moetrt.source import Source, check_source
+from moetrt.source import DTYPES, Source, check_source
 
 FORMAT = "moetrt.parity/1"
 """What `ParityReport.as_dict` says it is."""
@@ -105,6 +107,19 @@ class ParityReport:
             return self.cause
         tail = next((tail for tail in self.tails if not tail.passed), None)
         return self.worst.headline() if tail is None or not self.worst.passed else tail.line()
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """The outputs that passed though not all of them was measured, one line each."""
+        found = {output.name: output.gap for output in self.outputs if output.gap and not output.tail}
+        return tuple(f"{name}: {gap}" for name, gap in found.items())
+
+    @property
+    def result(self) -> str:
+        """How it came out, in a few words."""
+        if not self.passed:
+            return "UNDECIDED" if self.undecided else "DIFFERS"
+        return "within tolerance" + "".join(f"; NOT MEASURED of {gap}" for gap in self.gaps)
 
     def lines(self) -> list[str]:
         """The report for people: every output of the model, a line for each tail, and all figures of what differs."""
@@ -192,6 +207,9 @@ def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | N
         parts.append(f"from the tail it replaced {max(tail.error.values()):.1e}")
     if any(output.undecided for output in outputs) and not any(map(_off, outputs)):
         return f"UNDECIDED: {name} by itself in {first.dtype}: {first.reason}"
+    gap = next((output for output in outputs if output.gap), None)
+    if gap is not None:
+        parts.append(f"of {gap.name.rpartition('.')[2]} {gap.gap}")
     verdict = "ok" if all(output.passed for output in outputs) else "DIFFERS"
     return f"{verdict}: {name} by itself in {first.dtype}, rms error against float64: {', '.join(parts)}"
 
@@ -299,15 +317,16 @@ class _Comparison:
         model: ir.Model,
         source: Source,
         feed: Mapping[str, torch.Tensor],
-        original: Original | None,
+        original: tuple[Original | None, str],
         experts: str | None,
         say: Progress,
     ) -> None:
         self.path, self.model, self.source, self.feed = path, model, source, feed
-        self.original, self.experts, self.say = original, experts, say
+        self.experts, self.say = experts, say
         self.tails = tails_of(model)
         self.half = half_dtype(model)
-        self.notes: list[str] = []
+        self.original, why = original
+        self.notes: list[str] = [why] if why else []
         self.kernel = self._kernel()
 
     def _kernel(self) -> KernelLibrary | None:
@@ -355,6 +374,7 @@ class _Comparison:
         judged += alone
         tails = self._walk(walk)
         outputs = _hinted(judged, self.source if seed is not None else None)
+        self._note(outputs, values)
         return ParityReport(
             onnx_path=self.path,
             sha256=file_sha256(self.path),
@@ -368,6 +388,21 @@ class _Comparison:
             notes=tuple(dict.fromkeys(self.notes)),
             backends=dict(map(self._backend, engines)),
         )
+
+    def _note(self, outputs: Sequence[OutputParity], values: Mapping[str, torch.Tensor]) -> None:
+        """What a verdict alone would not show: what was not measured, and what passes by a tolerance's least part."""
+        gaps = {output.name: output.gap for output in outputs if output.gap and not output.tail}
+        lost = any(output.undecided for output in outputs)
+        origin = first_not_finite(self.source.module, self.feed, self.tails, values) if gaps or lost else ""
+        self.notes += [
+            f"{name}: {gap}{f', from {origin}' if origin else ''}; the errors are of the rest"
+            for name, gap in gaps.items()
+        ]
+        if lost and origin:
+            self.notes.append(f"what is not finite comes from {origin}")
+        self.notes += [
+            f"{output.name}: {output.excess}" for output in outputs if output.excess and output.runner != UNMAPPED
+        ]
 
     def _prepared(self, folder: Path) -> tuple[Walk | None, OrtRunner | None]:
         """The walk and the run of the file before mapping, where there is one that ONNX Runtime takes."""
@@ -581,6 +616,7 @@ def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[
             f"'{path}' has the outputs {', '.join(outputs)}; {source.description} has "
             f"{', '.join(source.output_names)}: is it this model's file?"
         )
+    _check_weights(model, path, source)
     for name, value in inputs.items():
         tensor = feed[name]
         if TORCH_DTYPES.get(value.dtype or ir.DataType.UNDEFINED) != tensor.dtype:
@@ -594,3 +630,26 @@ def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[
         if len(dims) != tensor.dim() or any(d not in (None, s) for d, s in zip(dims, tensor.shape, strict=True)):
             wanted = "x".join("?" if dim is None else str(dim) for dim in dims)
             raise InputError(f"input '{name}' of '{path}' is {wanted}, of {whose} {'x'.join(map(str, tensor.shape))}")
+
+
+def _check_weights(model: ir.Model, path: Path, source: Source) -> None:
+    """Refuses a source that was loaded in another floating-point type than the file was exported in.
+
+    What rounding its weights does to the numbers would be far more than what a comparison is to find. Weights have the
+    same names in both; single ones may be of another type on either side.
+    """
+    pairs = []
+    for name, weight in weights_of(source.module).items():
+        value = model.graph.initializers.get(name)
+        if value is not None and value.dtype in FLOATS and weight.is_floating_point():
+            pairs.append((TORCH_DTYPES[value.dtype], weight.dtype))
+    other = [pair for pair in pairs if pair[0] != pair[1]]
+    if 2 * len(other) <= len(pairs):
+        return
+    mine, theirs = max(set(other), key=other.count)
+    names = [str(dtype).removeprefix("torch.") for dtype in (mine, theirs)]
+    option = next(word for word, dtype in DTYPES.items() if dtype == mine)
+    raise InputError(
+        f"the weights of '{path}' are {names[0]}, those of {source.description} were loaded as {names[1]}; a source of "
+        f"the file's own type is taken (--dtype {option})"
+    )

@@ -330,6 +330,7 @@ def difference(
             return f"{name} is {text}"
     share = float(differing(mine, right).double().mean())
     missing = mine.isnan() & right.isnan()
+    moved = reordered(name, mine, right)
     if missing.any():
         # NaN in the same places, such as rows that no map names, say nothing of the others.
         mine, right = mine.masked_fill(missing, 0), right.masked_fill(missing, 0)
@@ -344,8 +345,8 @@ def difference(
         if _close(mine / mine.sum(-1, keepdim=True), right / sums):
             sums_to = f"a token's sum to {_range(mine)}, not {_range(right)}"
             return f"{name} are not normalised as the original graph's are: {sums_to}"
-        if _close(mine.sort(-1).values, right.sort(-1).values):
-            return f"{name} are the original graph's in another order"
+    if moved:
+        return moved
     if name in _WIDE:
         text = _combination(name, mine, original)
         if text:
@@ -359,6 +360,66 @@ def rounded(name: str, mine: torch.Tensor, right: torch.Tensor) -> str:
         if not equal(mine, right) and equal(right.to(dtype).double(), mine):
             return f"{name} is rounded to {str(dtype).removeprefix('torch.')}, which the original graph's is not"
     return ""
+
+
+_UNITS = {
+    "gemm2_permuted": ("rows", "hidden elements"),
+    "expert_weights": ("tokens", "routes"),
+    _MAP: ("tokens", "routes"),
+}
+"""What the first and the last dimension of an input count, where it is not tokens and hidden elements."""
+
+
+def reordered(name: str, mine: torch.Tensor, right: torch.Tensor) -> str:
+    """In words, that ``mine`` is ``right`` in another order of its rows or columns, or within each token or wholly.
+
+    Empty where it is not; both are of one shape, and an infinity or NaN goes along with its row.
+    """
+    be = "are" if name == "expert_weights" else "is"
+    units = _UNITS.get(name, ("tokens", "hidden elements"))
+    one, other = (value.double().reshape(-1, value.shape[-1]) for value in (mine, right))
+    if not one.numel():
+        return ""
+    for dim, unit in enumerate(units):
+        text = _order(one.movedim(dim, 0), other.movedim(dim, 0))
+        if text is not None:
+            return f"{name} {be} the original graph's in another order of the {one.shape[dim]} {unit}{text}"
+    if name in _UNITS and units[1] == "routes" and _same(one.sort(-1).values, other.sort(-1).values):
+        return f"{name} {be} the original graph's in another order of the {one.shape[1]} routes, each token in its own"
+    if _same(one.reshape(-1).sort().values, other.reshape(-1).sort().values):
+        return f"{name} {be} the original graph's in another order of all its {one.numel()} elements"
+    return ""
+
+
+def _order(one: torch.Tensor, other: torch.Tensor) -> str | None:
+    """How the rows of ``one`` lie that are those of ``other``, both ``[N, M]``; None where they are not.
+
+    Empty for an order that has no name.
+    """
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.rand(one.shape[1], 1, generator=generator, dtype=torch.float64) + 0.5
+    # Equal rows have equal sums: sorted by these, the rows of the two lie side by side.
+    sums = [(side.nan_to_num(0.0, 0.0, 0.0) @ direction).squeeze(1) for side in (one, other)]
+    places = [torch.argsort(key, stable=True) for key in sums]
+    order = torch.empty_like(places[0])
+    order[places[0]] = places[1]
+    if not _same(one, other[order]):
+        return None
+    if _same(one, other.flip(0)):
+        return ", the reverse"
+    # Told by the row of the largest sum: rows of zeros or NaN may be many.
+    turned = int(places[1][-1] - places[0][-1]) % len(order)
+    if _same(one, other.roll(-turned, 0)):
+        return f", turned by {turned}"
+    away = differing(one, other).any(1).nonzero().flatten().tolist()
+    return f", {away[0]} and {away[1]} exchanged" if len(away) == 2 else ""
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal but for roundings, with NaN and infinities in the same places."""
+    finite = torch.isfinite(other)
+    kept = torch.equal(finite, torch.isfinite(one)) and equal(one[~finite], other[~finite])
+    return kept and (not finite.any() or _close(one[finite], other[finite]))
 
 
 def _combination(name: str, mine: torch.Tensor, original: Operation) -> str:
@@ -393,6 +454,8 @@ def _map_difference(mine: torch.Tensor, right: torch.Tensor) -> str:
     steps = (mine - right)[~absent].unique()
     if len(steps) == 1:
         return f"{_MAP} is the original graph's {int(steps[0]):+d}"
+    if text := reordered(_MAP, mine, right):
+        return text
     where = tuple(int(i) for i in other.nonzero()[0])
     return (
         f"{_MAP} differs in {count} of {total} entries, first {list(where)}: {int(mine[where])}, "

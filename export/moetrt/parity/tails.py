@@ -141,13 +141,13 @@ def outputs_of(tail: Tail, known: Mapping[str, ir.Value]) -> dict[str, str]:
     """
     found = {}
     for output, name in zip(tail.node.outputs, tail.spec.outputs, strict=True):
-        value = next((v for v in _through_reshapes(output) if v.name in known), None)
+        value = next((v for v in through_reshapes(output) if v.name in known), None)
         if value is not None:
             found[name] = value.name or ""
     return found
 
 
-def _through_reshapes(value: ir.Value) -> Iterator[ir.Value]:
+def through_reshapes(value: ir.Value) -> Iterator[ir.Value]:
     """``value``, then what mere changes of its shape make of it."""
     pending = [value]
     while pending:

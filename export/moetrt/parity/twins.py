@@ -136,11 +136,11 @@ def frontier(model: ir.Model, values: Iterable[ir.Value], known: Iterable[str]) 
             continue
         producer = value.producer()
         if producer is not None:
-            pending.extend(v for v in _inputs(producer) if v is not None)
+            pending.extend(v for v in inputs_of(producer) if v is not None)
     return found
 
 
-def _inputs(node: ir.Node) -> Iterator[ir.Value | None]:
+def inputs_of(node: ir.Node) -> Iterator[ir.Value | None]:
     """What a node reads, in the graphs inside it too."""
     yield from node.inputs
     for attribute in node.attributes.values():

@@ -23,6 +23,9 @@ element and 0.9 to 1.9 times in the mean square.
 SENSITIVE = 0.01
 """Where PyTorch's own error is above this, relative to the output's RMS, the inputs decide nothing."""
 
+LOUD_RATIO = 10.0
+"""An error that passes by the unit in the last place alone and is more than this many times PyTorch's is told of."""
+
 _TF32_STEP = 2.0**-10
 
 
@@ -68,6 +71,7 @@ class OutputParity:
         pytorch_argmax_changed: likewise PyTorch's against float64.
         unfused: the errors of the unfused path in ONNX Runtime, where the file before mapping was run.
         undecided: whether it did not pass only because no element is finite, in PyTorch and float64 either.
+        unmeasured: how many elements have no error, since the runner, PyTorch or float64 has NaN or Inf there.
     """
 
     name: str
@@ -95,6 +99,39 @@ class OutputParity:
     pytorch_argmax_changed: int | None = None
     unfused: Errors | None = None
     undecided: bool = False
+    unmeasured: int = 0
+
+    @property
+    def gap(self) -> str:
+        """Of an output that passed: how much of it was not measured, in words; empty where all was."""
+        if not self.passed or not self.unmeasured:
+            return ""
+        kinds = [kind for kind, count in (("NaN", self.pytorch_nan), ("Inf", self.pytorch_inf)) if count]
+        be = "is" if self.unmeasured == 1 else "are"
+        if self.pytorch_nan + self.pytorch_inf == self.unmeasured:
+            what = f"{' or '.join(kinds)} in PyTorch too"
+        else:
+            what = "NaN or Inf in PyTorch's float64 run" + (f", some {' or '.join(kinds)} in both" if kinds else "")
+        return f"{self.unmeasured} of {math.prod(self.shape)} elements {be} {what}"
+
+    @property
+    def excess(self) -> str:
+        """Of an output that passes by the unit in the last place alone, `LOUD_RATIO` times PyTorch's error or more.
+
+        In words, empty otherwise. An engine's TF32 is no such case: it rounds to what the tolerance names.
+        """
+        within = self.worst <= WORST_FACTOR * self.pytorch_worst and self.rms <= RMS_FACTOR * self.pytorch_rms
+        tf32 = self.runner in (TENSORRT, NATIVE) and self.dtype == "float32"
+        if not self.passed or within or tf32 or self.ratio <= LOUD_RATIO:
+            return ""
+        before = ""
+        if self.unfused is not None and self.pytorch_rms:
+            before = f"; {self.unfused.runner} has {_ratio(self.unfused.rms, self.pytorch_rms):.0f} x"
+        times = f"{self.ratio:.0f} x PyTorch's own" if self.pytorch_rms else "not 0 as PyTorch's own is"
+        return (
+            f"{self.runner}'s error is {times} ({self.rms:.1e} against {self.pytorch_rms:.1e} in the mean square), "
+            f"more than rounding in another order makes: it passes by the unit in the last place alone{before}"
+        )
 
     @property
     def ratio(self) -> float:
@@ -172,7 +209,8 @@ class OutputParity:
         """The verdict in one line."""
         verdict = "ok" if self.passed else "UNDECIDED" if self.undecided else "DIFFERS"
         sizes = "x".join(map(str, self.shape)) or "scalar"
-        return f"{verdict}: {self.name} [{sizes}] {self.dtype}, {self.runner} against pytorch"
+        gap = f"; {self.gap}" if self.gap else ""
+        return f"{verdict}: {self.name} [{sizes}] {self.dtype}, {self.runner} against pytorch{gap}"
 
 
 def number(value: float) -> float | None:
@@ -288,6 +326,7 @@ def judge(
         argmax_changed=argmax_changed(theirs, ours) if logits else None,
         pytorch_argmax_changed=argmax_changed(ours, want) if logits else None,
         undecided=undecided,
+        unmeasured=int((~finite).sum()) if same_shape else 0,
     )
 
 

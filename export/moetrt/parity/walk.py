@@ -9,6 +9,7 @@ float64, where only what the tail means can differ, and in the model's dtype, wh
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named
 from moetrt.mapping import map_model
 from moetrt.onnx_files import data_files, load_model
+from moetrt.parity.between import alike, first_difference
 from moetrt.parity.diagnosis import EXACT, Cause, Operation, differing, distance, explain, rounded
 from moetrt.parity.runners import OrtRunner, session_of, side_by_side
-from moetrt.parity.tails import Tail, outputs_of, tails_of
+from moetrt.parity.tails import Tail, outputs_of, tails_of, through_reshapes
 from moetrt.parity.twins import (
     TORCH_DTYPES,
     computed,
@@ -117,6 +119,13 @@ class Original:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     single: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def again(self) -> ir.Model:
+        """What mapping the graph gives now."""
+        mapped = self.model.clone()
+        map_model(mapped)
+        return mapped
+
 
 def files_before_mapping(path: Path, given: Path | None) -> list[Named]:
     """The files that `find_original` reads, for `moetrt.files.check_distinct`.
@@ -137,8 +146,14 @@ def files_before_mapping(path: Path, given: Path | None) -> list[Named]:
     return [(what, place), *((f"data file of the {what}", file) for file in data)]
 
 
-def find_original(path: Path, mapped: ir.Model, given: Path | None) -> Original | None:
+def find_original(path: Path, mapped: ir.Model, given: Path | None) -> tuple[Original | None, str]:
     """The file before mapping: the one that is given, else the exporter's beside the mapped file if it is that.
+
+    The inputs and outputs of the two, and the names of what the tails give, tell whether it is. A mapped file that was
+    edited afterwards is known by its tails' other names, as long as each tail keeps some.
+
+    Returns:
+        The graph, or None and why the file that lies beside is not taken; empty where there is none.
 
     Raises:
         InputError: the file that is given cannot be read, or is not the one that was mapped.
@@ -147,20 +162,21 @@ def find_original(path: Path, mapped: ir.Model, given: Path | None) -> Original 
         raise InputError(f"'{given}' is the mapped file itself; the file that it was mapped from is taken")
     place = given or path.with_name(MODEL_FILE)
     if given is None and (not place.is_file() or place.samefile(path)):
-        return None
+        return None, ""
     try:
         model = load_model(place)
         fill_in_types(model)
-    except MoetrtError:
+        original = Original(model, f"'{place}'" if given else f"'{place.name}' beside it", named=given is not None)
+        why = _not_original(mapped, original)
+    except MoetrtError as error:
         if given is not None:
             raise
-        return None
-    why = _not_original(mapped, model)
-    if why is None:
-        return Original(model, f"'{place}'", named=True) if given else Original(model, f"'{place.name}' beside it")
+        return None, f"'{place.name}' beside it was left out: {error}"
+    if not why:
+        return original, ""
     if given is not None:
         raise InputError(f"'{place}' is not the file that '{path}' was mapped from: {why}")
-    return None
+    return None, f"'{place.name}' beside it is not the file that '{path.name}' was mapped from: {why}"
 
 
 def capture_original(source: Source, mapped: ir.Model, say: Callable[[str], None]) -> tuple[Original | None, str]:
@@ -176,9 +192,10 @@ def capture_original(source: Source, mapped: ir.Model, say: Callable[[str], None
             model = capture(source, opset=opset, experts=experts, progress=say)
         except MoetrtError as error:
             return None, str(error)
-        why = _not_original(mapped, model) or ""
+        original = Original(model, f"an export of {source.description} made now")
+        why = _not_original(mapped, original)
         if not why:
-            return Original(model, f"an export of {source.description} made now"), ""
+            return original, ""
         if experts == "gathered" and not _has_experts(source):
             break
     return None, f"exported anew, {source.description} is not the graph that was mapped: {why}"
@@ -190,16 +207,56 @@ def _has_experts(source: Source) -> bool:
     return bool(experts_modules(source.module))
 
 
-def _not_original(mapped: ir.Model, original: ir.Model) -> str | None:
-    names = [value.name for value in mapped.graph.inputs if value.name not in mapped.graph.initializers]
-    theirs = [value.name for value in original.graph.inputs if value.name not in original.graph.initializers]
-    if set(names) != set(theirs):
-        return f"its inputs are {', '.join(map(str, theirs))}"
-    known = computed(original)
-    for tail in tails_of(mapped):
-        if set(outputs_of(tail, known)) != set(tail.spec.outputs):
-            return f"it has no value of the name of an output of {tail.name}"
-    return None
+def _not_original(mapped: ir.Model, original: Original) -> str:
+    """Why a graph is not the one that was mapped; empty where it is."""
+    initializers = original.model.graph.initializers
+    for what, mine, theirs in (
+        ("inputs", mapped.graph.inputs, original.model.graph.inputs),
+        ("outputs", mapped.graph.outputs, original.model.graph.outputs),
+    ):
+        names = [value.name or "" for value in theirs if value.name not in initializers]
+        if set(names) != {value.name for value in mine if value.name not in mapped.graph.initializers}:
+            return f"its {what} are {', '.join(names)}"
+    tails = tails_of(mapped)
+    for tail, found in zip(tails, _ties(mapped, tails, original), strict=True):
+        lost = [
+            f"'{value.name}', {name} of '{tail.name}',"
+            for value, name in zip(tail.node.outputs, tail.spec.outputs, strict=True)
+            if name not in found
+        ]
+        if lost:
+            return f"{lost[0]} is no value of it, and no tail of it stands in that one's place"
+    return ""
+
+
+def _ties(mapped: ir.Model, tails: list[Tail], original: Original) -> list[dict[str, str]]:
+    """The names under which the graph before mapping has each tail's outputs; without those that are not found.
+
+    Where a mapped file was edited, a tail's output may have a name of its own, and another node the name that it had.
+    Such a tail is one that mapping the original graph gives now: that which has its other output, else its inputs.
+    """
+    known = computed(original.model)
+    found = [outputs_of(tail, known) for tail in tails]
+    whole = all(set(names) == set(tail.spec.outputs) for tail, names in zip(tails, found, strict=True))
+    if whole or not alike(mapped, original.again):
+        return found
+    others = [(other, outputs_of(other, known)) for other in tails_of(original.again)]
+    for tail, names in zip(tails, found, strict=True):
+        if set(names) != set(tail.spec.outputs):
+            taken = {name for outputs in found if outputs is not names for name in outputs.values()}
+            free = [(o, outputs) for o, outputs in others if o.spec is tail.spec and not taken & set(outputs.values())]
+            names |= next(
+                (outputs for _, outputs in free if names.items() & outputs.items()), _of_same_inputs(tail, free)
+            )
+    return found
+
+
+def _of_same_inputs(tail: Tail, others: list[tuple[Tail, dict[str, str]]]) -> dict[str, str]:
+    """The outputs of the one tail that reads most of what ``tail`` reads; empty where none reads half of it."""
+    mine = tail.input_names().items()
+    shared = [len(mine & other.input_names().items()) for other, _ in others]
+    most = max(shared, default=0)
+    return others[shared.index(most)][1] if 2 * most >= len(mine) and shared.count(most) == 1 else {}
 
 
 class Walk:
@@ -216,10 +273,14 @@ class Walk:
         self.half = half_dtype(mapped)
         self.tails = tails_of(mapped)
         known = computed(original.model)
-        self.outputs = [outputs_of(tail, known) for tail in self.tails]
+        self.outputs = _ties(mapped, self.tails, original)
+        self.carriers = {
+            name: _carrier(tail.node.outputs[tail.spec.outputs.index(output)], known[name])
+            for tail, names in zip(self.tails, self.outputs, strict=True)
+            for output, name in names.items()
+        }
         # What mapping that graph gives now: where hypotheses come from.
-        self.again = original.model.clone()
-        map_model(self.again)
+        self.again = original.again
         again = tails_of(self.again)
         self.counterparts = [
             next((other for other in again if set(outputs_of(other, known).values()) & set(names.values())), None)
@@ -251,7 +312,13 @@ class Walk:
         Raises:
             InputError: onnx's evaluator does not compute them.
         """
-        return _inputs_of(self.mapped, tail, self.original.values, None)
+        return _inputs_of(self.mapped, tail, self._given, None)
+
+    @property
+    def _given(self) -> dict[str, torch.Tensor]:
+        """The original graph's values under the names that the file has them by."""
+        values = self.original.values
+        return values | {mine: values[name] for name, mine in self.carriers.items()}
 
     def unfused(self, tail: Tail) -> dict[str, torch.Tensor]:
         """What the original graph's own operators give for a tail's outputs, in the model's dtype."""
@@ -285,9 +352,7 @@ class Walk:
             InputError: onnx's evaluator does not compute what is needed.
         """
         gold, unfused = self.gold(tail), self.unfused(tail)
-        operation = Operation(
-            tail.spec, _inputs_of(self.mapped, tail, self.original.values, self._wider), tail.attributes
-        )
+        operation = Operation(tail.spec, _inputs_of(self.mapped, tail, self._given, self._wider), tail.attributes)
         error = distance(operation.outputs(), gold)
         verdict = TailVerdict(
             index=tail.index,
@@ -385,49 +450,65 @@ class Walk:
 
         The file runs with the original's values in place of its tails' outputs, in float32.
         """
-        found = self._first_off(feed, {})
-        if not found:
+        off = self._first_off(feed, {})
+        if off is None:
             return ""
-        place, name, tail = found
-        for earlier in reversed(self.tails[: tail.index if tail is not None else len(self.tails)]):
+        for earlier in reversed(self.tails[: off.tail.index if off.tail is not None else len(self.tails)]):
             names = list(self.outputs[earlier.index].values())
             exchanged = dict(zip(names, reversed(names), strict=True))
-            after = self._first_off(feed, exchanged) if len(names) == 2 else found
-            if not after or after[0] > place:
-                return f"{name} is off: it reads the two outputs of '{earlier.name}' the other way round"
-        return f"{name} is off, though every tail before it is right: what lies between them is not the original graph"
+            after = self._first_off(feed, exchanged) if len(names) == 2 else off
+            if after is None or after.place > off.place:
+                return f"{off.text} is off: it reads the two outputs of '{earlier.name}' the other way round"
+        between = first_difference(self.mapped, self.again, off.value)
+        between = between or "what lies between them is not the original graph"
+        return f"{off.text} is off, though every tail before it is right: {between}"
 
-    def _first_off(
-        self, feed: Mapping[str, torch.Tensor], exchanged: Mapping[str, str]
-    ) -> tuple[int, str, Tail | None] | None:
+    def _first_off(self, feed: Mapping[str, torch.Tensor], exchanged: Mapping[str, str]) -> "_Point | None":
         values = self.original.single
-        points: list[tuple[str, str, Tail | None]] = [
-            (value.name or "", f"'{value.name}', {name} of '{tail.name}',", tail)
+        points: list[tuple[ir.Value, str, Tail | None]] = [
+            (value, f"'{value.name}', {name} of '{tail.name}',", tail)
             for tail in self.tails
             for name, value in tail.inputs.items()
             if value.name in values and value.name not in feed and value.name in computed(self.mapped)
         ]
         points += [
-            (value.name or "", f"output '{value.name}'", None)
-            for value in self.mapped.graph.outputs
-            if value.name in values
+            (value, f"output '{value.name}'", None) for value in self.mapped.graph.outputs if value.name in values
         ]
-        cuts = {name for names in self.outputs for name in names.values()}
         twin = float32_twin(self.mapped.clone())
-        renamed = cut(twin, {name: values[name].dim() for name in cuts})
-        expose(twin, {name for name, _, _ in points})
+        cuts = set(self.carriers.values())
+        renamed = cut(twin, {mine: values[name].dim() for name, mine in self.carriers.items()})
+        expose(twin, {value.name or "" for value, _, _ in points})
         given = {name: _single(value) for name, value in feed.items()}
-        given |= {name: values[exchanged.get(name, name)] for name in cuts}
+        given |= {mine: values[exchanged.get(name, name)] for name, mine in self.carriers.items()}
         with tempfile.TemporaryDirectory(prefix="moetrt-walk-") as folder:
             session = session_of(twin, Path(folder) / "cut.onnx", "the mapped file with its tails' outputs given")
             result = side_by_side([OrtRunner(session, name="cut")], given)["cut"]
-        for place, (name, text, tail) in enumerate(points):
+        for place, (value, text, tail) in enumerate(points):
+            name = value.name or ""
             if name in cuts:
                 continue
-            value = result.get(renamed.get(name, name))
-            if value is not None and distance({name: value}, {name: values[name]})[name] > WIRING:
-                return place, text, tail
+            computes = result.get(renamed.get(name, name))
+            if computes is not None and distance({name: computes}, {name: values[name]})[name] > WIRING:
+                return _Point(place, value, text, tail)
         return None
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A value of the mapped graph that can be held against the original's: its place, and of which tail it is."""
+
+    place: int
+    value: ir.Value
+    text: str
+    tail: Tail | None
+
+
+def _carrier(output: ir.Value, original: ir.Value) -> str:
+    """The name of what a tail gives in the mapped graph, in the shape that the original graph has it."""
+    values = list(through_reshapes(output))
+    named = [value for value in values if value.name == original.name]
+    alike = [v for v in values if v.shape is not None and original.shape is not None and v.shape == original.shape]
+    return (named or alike or values)[0].name or ""
 
 
 def cut(model: ir.Model, ranks: Mapping[str, int]) -> dict[str, str]:

@@ -433,6 +433,10 @@ def _parity_verdict(parity: Sequence[ParityFacts]) -> Verdict:
     runners = ", ".join(dict.fromkeys(output.runner for output in outputs))
     if good:
         text = f"{_count(len(outputs), 'output')} within tolerance ({runners}, against float64)."
+        lost = {o.name: o.pytorch_nan + o.pytorch_inf for o in outputs if not o.tail}
+        for name, count in lost.items():
+            if count:
+                text += f" Not measured: {_count(count, 'element')} of {name}, NaN or Inf in PyTorch too."
     elif all(facts.passed or facts.undecided for facts in parity):
         text = f"Of {len(failed)} of {_count(len(outputs), 'output')} nothing could be compared: not finite in PyTorch."
     else:
