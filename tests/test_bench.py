@@ -653,7 +653,10 @@ class TestPlan:
             (["--point", "y:4x64"], "'y': the model has no such input"),
             (["--point", "x:4x32"], "min shape of 'x' was 4x32; [tokensx64] is taken"),
             (["--point", "x:4x64", "residual:5x64"], "dimension tokens is 4/4/4 in x and 5/5/5 in residual"),
-            (["--point", "x:4x64", "--max", "x:2x64"], "point gives input 'x' the shape 4x64; the profile takes 2x64"),
+            (
+                ["--point", "x:4x64", "--max", "x:2x64"],
+                "point gives input 'x' the shape 4x64; the profile takes 1x64 to 2x64",
+            ),
             (["--point", "x:4x64", "residual:5x64", "--max", "x:9x64"], "with its other inputs"),
             (["--point", "x:4", "--max", "x:9x64"], "the shape 4; rank 2 is taken"),
             (["--point", "y:4", "--max", "x:9x64"], "point names input 'y'; the model's inputs are x, residual"),
