@@ -1,17 +1,14 @@
 """The JSON files that moetrt's commands left in a folder: found by their format, and all of one model."""
 
-import json
 import os
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from moetrt.errors import InputError
 from moetrt.files import as_path, existing_file, file_sha256
+from moetrt.json_files import Field, parsed, shown
 
 MAPPING = "moetrt.mapping"
 PARITY = "moetrt.parity"
@@ -21,10 +18,11 @@ ENGINE = "moetrt.engine"
 VERSION = 1
 """The version of each format that is read."""
 
+OTHERS = ("moetrt.report", "moetrt.bench-manifest")
+"""Formats of ours that a report is not made of."""
+
 COMMANDS = {MAPPING: "moetrt map --report", PARITY: "moetrt compare", BENCH: "moetrt bench", ENGINE: "moetrt build"}
 """Who writes which."""
-
-_Built = TypeVar("_Built")
 
 
 @dataclass(frozen=True)
@@ -39,73 +37,22 @@ class ReportFile:
 
     path: Path
     kind: str
-    content: dict[str, Any]
+    content: Field
 
     @property
     def model(self) -> "NamedModel | None":
-        """The mapped model that it is of; None where it names none."""
-        with self.reading():
-            if self.kind == ENGINE:
-                file, sha256 = self.content["onnx_path"], self.content["onnx_sha256"]
-            elif self.content["model"] is None:
-                return None
-            else:
-                file, sha256 = self.content["model"]["file"], self.content["model"]["sha256"]
-            return NamedModel(self.path, Path(os.path.normpath(self.path.parent / file)), str(sha256))
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """While the block reads ``content``: what is missing or of another type is one clear line.
+        """The mapped model that it is of; None where it names none.
 
         Raises:
-            InputError: as said.
+            InputError: as it is named, no file can be.
         """
-        try:
-            yield
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise InputError(
-                f"'{self.path}' is no whole {self.kind}/{VERSION} file ({what}); write it again with "
-                f"{COMMANDS[self.kind]}"
-            ) from error
-
-    def built(self, build: Callable[["ReportFile"], _Built]) -> _Built:
-        """What ``build`` makes of the file; see `reading`."""
-        with self.reading():
-            facts = build(self)
-            check_types(facts)
-            return facts
-
-
-def check_types(facts: object) -> None:
-    """Checks that the fields of a dataclass, and of those in it, hold what their annotations say.
-
-    Raises:
-        TypeError: one holds something else; the message names it.
-    """
-    for name, kind in typing.get_type_hints(type(facts)).items():
-        value = getattr(facts, name)
-        if not _is_of(value, kind):
-            wanted = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
-            raise TypeError(f"{name} was {value!r}; {wanted} is taken")
-
-
-def _is_of(value: object, kind: Any) -> bool:
-    origin, of = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return any(_is_of(value, one) for one in of)
-    if origin is tuple:
-        entries = of[:1] * len(value) if isinstance(value, tuple) and of[1:] == (...,) else of
-        return isinstance(value, tuple) and len(value) == len(entries) and all(map(_is_of, value, entries))
-    if origin is not None:
-        return isinstance(value, Mapping) and all(
-            _is_of(key, of[0]) and _is_of(entry, of[1]) for key, entry in value.items()
-        )
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    if is_dataclass(value):
-        check_types(value)
-    return isinstance(value, kind)
+        if self.kind == ENGINE:
+            file, sha256 = self.content["onnx_path"], self.content["onnx_sha256"]
+        elif self.kind == MAPPING and self.content["model"].value is None:
+            return None
+        else:
+            file, sha256 = self.content["model"]["file"], self.content["model"]["sha256"]
+        return NamedModel(self.path, Path(os.path.normpath(self.path.parent / file.file())), sha256.sha256())
 
 
 @dataclass(frozen=True)
@@ -138,26 +85,40 @@ def find_files(folder: str | os.PathLike[str]) -> list[ReportFile]:
 def _read(path: Path) -> ReportFile | None:
     try:
         text = existing_file(path, "JSON file").read_text(encoding="utf-8")
-        content = json.loads(text)
     except UnicodeDecodeError:
         return None
-    except (ValueError, RecursionError) as error:
-        # A file of another tool need not be valid JSON (trtexec's may not be); one of ours says so at its head.
-        if not text.strip() or '"moetrt.' in text[:200]:
-            raise InputError(f"'{path}' is cut off, or was changed: it is no JSON ({error})") from error
+    # A file of another tool need not be valid JSON (trtexec's may not be); one of ours says so at its head.
+    ours = not text.strip() or '"moetrt.' in text[:200]
+    try:
+        content = parsed(path, text)
+    except InputError:
+        if ours:
+            raise
         return None
-    name = content.get("format") if isinstance(content, dict) else None
-    if not isinstance(name, str):
+    if isinstance(content, list) and ours:
+        raise InputError(f"'{path}': its content was a list; an object is taken: write it again with what made it")
+    if not isinstance(content, dict):
         return None
-    kind, _, version = name.partition("/")
+    name = content.get("format")
+    kind, _, version = name.partition("/") if isinstance(name, str) else ("", "", "")
     if kind not in COMMANDS:
-        return None
+        if kind in OTHERS or not (kind.startswith("moetrt.") or _is_signed(content)):
+            return None
+        raise InputError(
+            f"'{path}': its format was {shown(name)}; {', '.join(f'{kind}/{VERSION}' for kind in COMMANDS)} are taken"
+        )
     if version != str(VERSION):
         raise InputError(
             f"'{path}': its format was {name}; this version of moetrt reads {kind}/{VERSION}: write it again with "
             f"{COMMANDS[kind]}"
         )
-    return ReportFile(path, kind, content)
+    return ReportFile(path, kind, Field(path, f"{kind}/{VERSION}", COMMANDS[kind], "", content))
+
+
+def _is_signed(content: Mapping[str, Any]) -> bool:
+    """Whether a JSON object says, apart from its format, that moetrt made it: from Python, the command is null."""
+    made = content.get("command", "")
+    return "versions" in content and (made is None or str(made).startswith("moetrt "))
 
 
 def only_model(files: list[ReportFile]) -> NamedModel | None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,7 @@ def _visible(value: object) -> object:
     return visible(value) if type(value) is str else value
 
 
+@cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("moetrt.report", "templates"),
