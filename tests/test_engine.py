@@ -303,6 +303,15 @@ def test_the_sidecar_describes_the_engine(tmp_path: Path, plugin_library: Path) 
     assert content["onnx_sha256"] == hashlib.sha256(model.read_bytes()).hexdigest()
     assert content["engine_sha256"] == hashlib.sha256(engine.read_bytes()).hexdigest()
 
+    for edited, says in (
+        ({"engine_sha256": None}, "engine_sha256 was null; a SHA-256 sum of 64 hex digits is taken"),
+        ({"format": 7}, 'format was 7; "moetrt.engine/1" is taken'),
+    ):
+        info.sidecar.write_text(json.dumps(content | edited))
+        with pytest.raises(InputError) as caught:
+            read_sidecar(engine)
+        assert str(caught.value).startswith(f"'{info.sidecar}' is no whole moetrt.engine/1 file ({says})")
+    info.sidecar.write_text(json.dumps(content))
     engine.write_bytes(engine.read_bytes() + b"\0")
     with pytest.raises(InputError, match="describes another engine"):
         read_sidecar(engine)
