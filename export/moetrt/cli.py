@@ -35,8 +35,13 @@ _SPREAD_WORD = re.compile(r"[^-].*:\d")
 _PIPE_CLOSED = 141
 """What the shell says of a tool that SIGPIPE ended, 128 + 13; 1 would say that the run fell short."""
 
-_PRINT_ALONE = ("inspect", "doctor")
-"""Commands whose only product is what they print."""
+_PRINT_ALONE: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "inspect": lambda _: True,
+    "doctor": lambda _: True,
+    "families": lambda options: not (options["json_path"] or options["page_path"]),
+    "bench": lambda options: options["dry_run"],
+}
+"""Commands whose only product, with such options, is what they print."""
 
 
 class Shortfall(MoetrtError):
@@ -76,7 +81,8 @@ def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
         def run(*, quiet: bool, verbose: bool, **options: Any) -> None:
             from moetrt.console import Output
 
-            if sys.stdout is None and name in _PRINT_ALONE and not quiet:
+            # Asked first: the work may be long.
+            if sys.stdout is None and not quiet and _PRINT_ALONE.get(name, lambda _: False)(options):
                 raise InputError(f"the output cannot be written: stdout is closed, and {name} does nothing but print")
             if verbose:
                 click.get_current_context().find_root().meta["verbose"] = True
