@@ -335,8 +335,10 @@ def test_a_file_of_another_version(folder: Path, name: str, capsys: pytest.Captu
 
 
 def places(content: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any] | list[Any], Any]]:
-    """The fields of a file, of lists the first entry: where, the object or list that has it, and its key there."""
-    keys = list(content) if isinstance(content, dict) else [0][: len(content)] if isinstance(content, list) else []
+    """The fields of a file, of lists the first entry and the last: where, what has it, and its key there."""
+    keys: list[Any] = list(content) if isinstance(content, dict) else []
+    if isinstance(content, list) and content:
+        keys = sorted({0, len(content) - 1})
     for key in keys:
         name = f"{where}[{key}]" if isinstance(content, list) else f"{where}.{key}".lstrip(".")
         yield name, content, key
