@@ -314,8 +314,8 @@ def _vertical_grid(drawing: Drawing, scale: LogAxis, top: float, bottom: float, 
     drawing.add("text", x="0", y=bottom + 33, class_="quiet", text=axis)
 
 
-_CROWDED = 12
-"""More rows than this side by side have small marks one above the other."""
+_CROWDED = 6
+"""More rows than this side by side have small marks, near each other."""
 
 
 def series_plot(
@@ -350,9 +350,11 @@ def series_plot(
             label = shortened(row.label, 10)
             drawing.add("text", x=f"{x}%", y=top + height + 17, text_anchor="middle", class_="tick", text=label)
         for mark in row.marks:
-            small = f"scale({_AROUND if mark.series in _OUTLINED else _SMALL})"
-            move = small if crowded else f"translate({_ASIDE.get(mark.series, 0)},0)"
-            _mark(drawing, mark, (x, y(mark.low)), (x, y(mark.high)), move, upright=True)
+            aside = _ASIDE.get(mark.series, 0)
+            # Where there is no room for pixels, the place between two rows is divided.
+            at = round(x + aside / _WIDEST * (last - first) / len(rows), 2) if crowded else x
+            move = f"scale({_SMALL})" if crowded else f"translate({aside},0)"
+            _mark(drawing, mark, (at, y(mark.low)), (at, y(mark.high)), move, upright=True)
     drawing.height = top + height + 25
     return drawing
 
@@ -384,9 +386,11 @@ _ASIDE = {"tensorrt": -28, "kernel-host": -14, "onnxruntime": 0, "pytorch": 14, 
 _BELOW = {"pytorch": 13, "unfused": -13, "native": -13}
 """Pixels by which marks stand apart, side by side or one below the other, so that none hides another."""
 
-_OUTLINED = ("pytorch", "unfused")
-_SMALL, _AROUND = 0.6, 0.85
-"""Sizes of small marks: where they meet, the outlined ones are around the others, and none hides another."""
+_WIDEST = 70
+"""Pixels of all that stands side by side."""
+
+_SMALL = 0.6
+"""Size of the marks of a plot with many rows."""
 
 
 def shape_path(series: str, *, upright: bool = False) -> str:
