@@ -342,7 +342,11 @@ def series_plot(
         drawing.add("line", x1="0", x2="100%", y1=line, y2=line, class_="grid")
         drawing.add("text", x="0", y=line - 3, class_="tick", text=label)
     drawing.add("text", x="0", y=top + height + 17, class_="tick", text=along)
-    first, last = 16.0, 97.0 if crowded else 90.0
+    first, last = 16.0, 90.0
+    if crowded:
+        # Where there is no room for pixels, marks of one row stand apart by parts of the way to the next one.
+        way = (97.0 - first) / len(rows)
+        last = 97.0 - way / 2
     every = math.ceil(len(rows) / 8)
     for index, row in enumerate(rows):
         x = round((first + last) / 2 if len(rows) == 1 else first + (last - first) * index / (len(rows) - 1), 2)
@@ -351,8 +355,7 @@ def series_plot(
             drawing.add("text", x=f"{x}%", y=top + height + 17, text_anchor="middle", class_="tick", text=label)
         for mark in row.marks:
             aside = _ASIDE.get(mark.series, 0)
-            # Where there is no room for pixels, the place between two rows is divided.
-            at = round(x + aside / _WIDEST * (last - first) / len(rows), 2) if crowded else x
+            at = round(x + aside / _WIDEST * way, 2) if crowded else x
             move = f"scale({_SMALL})" if crowded else f"translate({aside},0)"
             _mark(drawing, mark, (at, y(mark.low)), (at, y(mark.high)), move, upright=True)
     drawing.height = top + height + 25
