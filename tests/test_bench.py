@@ -281,7 +281,7 @@ def test_two_points(planted: Planted, mapped_block: Path, tmp_path: Path) -> Non
     assert plan.profile["x"] == ((4, 64), (4, 64), (16, 64))
     assert plan.tails[0].floor_bytes[1] is not None
     assert plan.tails[0].floor_bytes[1] > plan.tails[0].floor_bytes[0]  # type: ignore[operator]
-    assert "--point x:16x64" in manifest["command"]
+    assert "--point x:16x64" in manifest.command
     result = json.loads((tmp_path / "out/bench.json").read_text())
     assert [point["name"] for point in result["points"]] == ["1", "2"]
 
@@ -503,6 +503,19 @@ class TestReadBack:
         assert "was changed since" in refused("bench", mapped_block, "-o", folder, "--read")
         manifest.write_text(text[:200])
         assert "is cut off" in refused("bench", mapped_block, "-o", folder, "--read")
+        for name, value, says in (
+            ("format", "moetrt.bench-manifest/2", 'format was "moetrt.bench-manifest/2"; "moetrt.bench-manifest/1" is'),
+            ("notes", 3, "notes was 3; a list is taken"),
+            ("versions", ["3"], 'versions was ["3"]; an object is taken'),
+            ("points", {"1": 2}, 'points was {"1": 2}; a list is taken'),
+            ("tails", [3], "tails[0] was 3; an object is taken"),
+            ("repeats", "2", 'repeats was "2"; a whole number is taken'),
+            ("seconds", "3", 'seconds was "3"; a finite number is taken'),
+        ):
+            manifest.write_text(json.dumps(json.loads(text) | {name: value}))
+            line = refused("bench", mapped_block, "-o", folder, "--read")
+            assert f"{MANIFEST}' is no whole moetrt.bench-manifest/1 file ({says}" in line
+            assert line.endswith("write it again with moetrt bench")
         manifest.unlink()
         assert "manifest of the benchmark" in refused("bench", mapped_block, "-o", folder, "--read")
 
@@ -652,8 +665,11 @@ class TestPlan:
             (["--bandwidth", "inf"], "--bandwidth was inf"),
             (["--point", "y:4x64"], "'y': the model has no such input"),
             (["--point", "x:4x32"], "min shape of 'x' was 4x32; [tokensx64] is taken"),
-            (["--point", "x:4x64", "residual:5x64"], "dimension tokens is 4/4/4 in x and 5/5/5 in residual"),
-            (["--point", "x:4x64", "--max", "x:2x64"], "point gives input 'x' the shape 4x64; the profile takes 2x64"),
+            (["--point", "x:4x64", "residual:5x64"], "of dimension tokens was 4 in x and 5 in residual"),
+            (
+                ["--point", "x:4x64", "--max", "x:2x64"],
+                "point gives input 'x' the shape 4x64; the profile takes 1x64 to 2x64",
+            ),
             (["--point", "x:4x64", "residual:5x64", "--max", "x:9x64"], "with its other inputs"),
             (["--point", "x:4", "--max", "x:9x64"], "the shape 4; rank 2 is taken"),
             (["--point", "y:4", "--max", "x:9x64"], "point names input 'y'; the model's inputs are x, residual"),

@@ -110,7 +110,7 @@ def _cut_short(folder: Path) -> None:
         (_cut_short, "header"),
         (
             _write("config.json", '{"model_type": "llama"}'),
-            "LlamaForCausalLM is a model without MoE; a model with experts is taken",
+            "^source folder '.*/model': LlamaForCausalLM is a model without MoE; a model with experts is taken$",
         ),
     ],
 )
@@ -149,7 +149,10 @@ def test_a_folder_that_is_not_taken(
         ("tests.models.wrong:bare_module", r"gave the module Linear without inputs; \(module, example_inputs\) is"),
         ("tests.models.wrong:no_tensors", "gave example inputs without a tensor"),
         ("tests.models.wrong:inputs_do_not_fit", "called with its example inputs raised RuntimeError: mat1 and mat2"),
-        ("tests.models.families:llama", "LlamaForCausalLM is a model without MoE; a model with experts is taken"),
+        (
+            "tests.models.families:llama",
+            "^source 'tests.models.families:llama': LlamaForCausalLM is a model without MoE; a model with experts is",
+        ),
     ],
 )
 def test_a_source_that_is_not_taken(text: str, line: str) -> None:

@@ -45,8 +45,11 @@ def test_from_model_to_engine(tmp_path: Path, said) -> None:
     assert described["profile"]["x"] == {"min": [1, 64], "opt": [8, 64], "max": [8, 64]}
     assert len(described["plugin_layers"]) == 1
 
-    text = said("build", mapped, "-o", tmp_path / "m/baseline.engine", "--no-plugin")
+    text = said("build", mapped, "-o", tmp_path / "m/baseline.engine", "--no-plugin", "--max", "x:8x64")
     assert "plugin layers: 0" in text
+    assert "profile: smallest / tuned for / largest" in text
+    assert "  x: 1x64 / 8x64 / 8x64" in text
+    assert "  residual: 1x64 / 8x64 / 8x64" in text
 
 
 def test_inspect_says_what_each_reader_runs(mapped_block: Path, said) -> None:

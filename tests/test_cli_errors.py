@@ -457,11 +457,15 @@ def test_stdout_that_is_closed_is_no_fault_where_a_file_is_written(mapped_block:
     assert (tmp_path / "out.onnx").is_file()
 
 
-@pytest.mark.parametrize("words", [["inspect", "plain.onnx"], ["inspect", "plain.onnx", "--json"], ["doctor"]])
+@pytest.mark.parametrize(
+    "words", [["inspect", "plain.onnx"], ["inspect", "plain.onnx", "--json"], ["doctor"], ["families"]]
+)
 def test_what_only_prints_says_that_stdout_is_closed(plain_onnx: Path, words: list[str]) -> None:
+    """At once: all families would run for many minutes."""
     done = moetrt(*words, folder=plain_onnx.parent, closed=">&-")
     assert done.returncode == 2
     assert done.stderr.startswith("moetrt: error: the output cannot be written: stdout is closed, and ")
+    assert done.stderr.count("\n") == 1
     assert moetrt("inspect", "plain.onnx", "-q", folder=plain_onnx.parent, closed=">&-").returncode == 0
 
 

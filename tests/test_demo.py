@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import onnx
@@ -10,6 +11,7 @@ import pytest
 from moetrt import cli, demo
 from moetrt.console import Output
 from moetrt.engine import read_sidecar
+from tests.documents import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,16 @@ def test_the_files_are_where_the_summary_says(result: demo.DemoResult) -> None:
     assert files == named | report | {"plugin.engine.json", "baseline.engine.json"}
     assert json.loads((result.folder / "mapping.json").read_text())["mapped"] == 3
     onnx.checker.check_model(result.folder / "mapped.onnx", full_check=True)
+
+
+def test_the_readme_shows_the_tail_as_the_report_does(result: demo.DemoResult) -> None:
+    shown, said = (
+        re.search(r"^    before   (.*)\n    after    (.*)$", text.read_text(encoding="utf-8"), re.MULTILINE)
+        for text in (ROOT / "README.md", result.folder / "report.md")
+    )
+    assert shown is not None
+    assert said is not None
+    assert shown.groups() == said.groups()
 
 
 def test_the_summary_is_one_page_and_has_the_figures(result: demo.DemoResult, run) -> None:

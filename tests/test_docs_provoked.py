@@ -84,6 +84,14 @@ COMMANDS: list[tuple[str, str] | tuple[str, str, int]] = [
         "… shape of '…' was …; […] is taken: the model fixes … where … was given",
     ),
     ("build {m} -o {d}/e --min x:9x64 --max x:4x64", "… shape of '…', …, is above its … shape, …"),
+    (
+        "build {m} -o {d}/e --min x:9x64 --max residual:4x64",
+        "dimension … has the … … in …, above its …, … in …",
+    ),
+    (
+        "build {m} -o {d}/e --min x:9x64 residual:4x64",
+        "… of dimension … was … in … and … in …; one dimension has one range",
+    ),
     ("build {w}/no_tail.onnx -o {d}/e", "no layer of '…' is the plugin's: '…' has no mapped tail (…)", 1),
     ("build {w}/bare.onnx -o {d}/e --no-plugin", "… is … and the file has no function of that name: …"),
     ("build {w}/version.onnx -o {d}/e", "… finds no plugin: …"),

@@ -125,14 +125,43 @@ def test_a_named_dimension_has_the_same_range_in_every_input() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"optimum": (2, 8)}, ((2, 8), (2, 8), (2, 8))),
+        ({"maximum": (4, 64)}, ((1, 1), (4, 32), (4, 64))),
+        ({"optimum": (2, 8)}, ((1, 1), (2, 8), (256, 256))),
+        ({"optimum": (2, 512)}, ((1, 1), (2, 512), (256, 512))),
+        ({"minimum": (1, 64)}, ((1, 64), (32, 64), (256, 256))),
+        ({"minimum": (1, 300)}, ((1, 300), (32, 300), (256, 300))),
         ({"minimum": (1, 1), "maximum": (4, 16)}, ((1, 1), (4, 16), (4, 16))),
-        ({"minimum": (1, 1)}, ((1, 1), (1, 1), (1, 1))),
-        ({"optimum": (2, 8), "maximum": (4, 16)}, ((2, 8), (2, 8), (4, 16))),
+        ({"optimum": (2, 8), "maximum": (4, 16)}, ((1, 1), (2, 8), (4, 16))),
+        ({"maximum": (4, 0)}, ((1, 0), (4, 0), (4, 0))),
     ],
 )
-def test_a_bound_that_is_left_out_takes_the_nearest_one(given: dict[str, tuple[int, int]], expected: object) -> None:
-    assert make_profile(IDS_AND_MASK, **{which: {"ids": shape} for which, shape in given.items()})["ids"] == expected
+def test_an_end_that_is_left_out_takes_its_default(given: dict[str, tuple[int, int]], expected: object) -> None:
+    profile = make_profile(IDS_AND_MASK, **{which: {"ids": shape} for which, shape in given.items()})
+    assert profile["ids"] == profile["mask"] == expected
+    assert profile["scale"] == ((1, 1), (1, 32), (1, 256))
+
+
+def test_ends_that_different_inputs_give_are_one_range() -> None:
+    profile = make_profile(IDS_AND_MASK, {"scale": (1, 4)}, {"mask": (2, 8)}, {"ids": (4, 16)})
+    assert profile["ids"] == profile["mask"] == ((1, 1), (2, 8), (4, 16))
+    assert profile["scale"] == ((1, 4), (1, 32), (1, 256))
+    with pytest.raises(InputError) as caught:
+        make_profile(IDS_AND_MASK, {"ids": (1, 32)}, {}, {"mask": (4, 16)})
+    assert str(caught.value) == "dimension seq has the min 32 in ids, above its max, 16 in mask"
+
+
+def test_the_rows_of_a_tail_are_as_many_as_its_routes_unless_they_are_given() -> None:
+    model = one_tail()
+    symbols = {"gemm2_permuted": "rows", "expert_weights": "tokens", "expanded_idx_to_permuted_idx": "tokens"}
+    for value in model.graph.inputs:
+        if value.name in symbols and value.shape is not None:
+            value.shape = ir.Shape((symbols[value.name], *value.shape[1:]))
+    profile = make_profile(model, {}, {}, {"expert_weights": (64, 2)})
+    assert profile["expanded_idx_to_permuted_idx"] == profile["expert_weights"] == ((1, 2), (32, 2), (64, 2))
+    assert profile["gemm2_permuted"] == ((1, 8), (64, 8), (128, 8))
+    assert make_profile(model)["gemm2_permuted"] == ((1, 8), (64, 8), (512, 8))
+    padded = make_profile(model, {}, {}, {"expert_weights": (64, 2), "gemm2_permuted": (192, 8)})
+    assert padded["gemm2_permuted"] == ((1, 8), (32, 8), (192, 8))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +181,7 @@ def test_a_bound_that_is_left_out_takes_the_nearest_one(given: dict[str, tuple[i
             {},
             {"ids": (2, 8), "mask": (2, 9)},
             {},
-            "dimension seq is 8/8/8 in ids and 9/9/9 in mask; one dimension has one range",
+            "opt of dimension seq was 8 in ids and 9 in mask; one dimension has one range",
         ),
     ],
     ids=["name", "min-opt", "opt-max", "rank", "static", "symbol"],
@@ -274,6 +303,15 @@ def test_the_sidecar_describes_the_engine(tmp_path: Path, plugin_library: Path) 
     assert content["onnx_sha256"] == hashlib.sha256(model.read_bytes()).hexdigest()
     assert content["engine_sha256"] == hashlib.sha256(engine.read_bytes()).hexdigest()
 
+    for edited, says in (
+        ({"engine_sha256": None}, "engine_sha256 was null; a SHA-256 sum of 64 hex digits is taken"),
+        ({"format": 7}, 'format was 7; "moetrt.engine/1" is taken'),
+    ):
+        info.sidecar.write_text(json.dumps(content | edited))
+        with pytest.raises(InputError) as caught:
+            read_sidecar(engine)
+        assert str(caught.value).startswith(f"'{info.sidecar}' is no whole moetrt.engine/1 file ({says})")
+    info.sidecar.write_text(json.dumps(content))
     engine.write_bytes(engine.read_bytes() + b"\0")
     with pytest.raises(InputError, match="describes another engine"):
         read_sidecar(engine)

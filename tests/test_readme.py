@@ -8,6 +8,7 @@ import click
 import pytest
 
 from moetrt import cli
+from moetrt.families import family_names
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,6 +46,10 @@ def test_python_names_exist_and_fit() -> None:
         code = "\n".join(line[4:] for line in block.splitlines())
         compile(code, "README.md", "exec")
         exec("\n".join(line for line in code.splitlines() if line.startswith("from ")), {})
+
+
+def test_it_has_as_many_families_as_there_are() -> None:
+    assert f"for each family on two cores, and there are {len(family_names())};" in README
 
 
 def test_files_that_it_names_exist() -> None:

@@ -1,11 +1,14 @@
 """`moetrt report` makes one page of what the commands left: the same facts as HTML, JSON and Markdown."""
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +18,7 @@ import onnx
 import pytest
 
 from moetrt import cli
+from moetrt.errors import InputError
 from moetrt.report import make_report
 from moetrt.report.facts import BAD, GOOD, MEASURED, MISSING
 from moetrt.report.files import find_files
@@ -25,7 +29,8 @@ SOURCE = "tests.models.families:deepseek_v3"
 """A dense layer and a MoE layer with a shared expert."""
 
 POINT = "input_ids:2x8"
-FILES = ("mapping.json", "parity.json", "plugin.engine.json", "baseline.engine.json", "bench.json")
+EXPORTED = "model.onnx.json"
+FILES = ("mapping.json", "parity.json", "plugin.engine.json", "baseline.engine.json", "bench.json", EXPORTED)
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -130,7 +135,7 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *options: object) 
 def test_every_figure_of_the_files_is_in_all_three(folder: Path) -> None:
     report = make_report(folder)
     texts = [Page(html(report)).whole, " ".join(markdown(report).replace("\\", "").split()), json_text(report)]
-    mapping, parity, bench = (json.loads((folder / name).read_text()) for name in FILES[:2] + FILES[4:])
+    mapping, parity, bench = (json.loads((folder / name).read_text()) for name in FILES[:2] + FILES[4:5])
     for content in (json.loads((folder / name).read_text()) for name in FILES):
         said = [content["command"], *content["versions"].values(), content["format"]]
         for text in texts:
@@ -285,7 +290,10 @@ def test_layers_without_a_tail_are_dense_only_where_all_tails_were_found(folder:
     assert 'title="Layer 0: dense"' in html(make_report(folder))
     changed(folder / "mapping.json", lambda content: content.update(expected=2, complete=False))
     assert states(folder) == [("0", "no tail found"), ("1", "mapped")]
-    changed(folder / "mapping.json", lambda content: content["sites"][0].update(matched=False, operator=None))
+    changed(
+        folder / "mapping.json",
+        lambda content: content.update(mapped=0) or content["sites"][0].update(matched=False, operator=None),
+    )
     assert states(folder) == [("0", "no tail found"), ("1", "not mapped")]
     (folder / "mapped.onnx").unlink()
     assert states(folder) == [("1", "not mapped")]
@@ -327,24 +335,260 @@ def test_a_file_of_another_version(folder: Path, name: str, capsys: pytest.Captu
     )
 
 
-def test_a_file_that_lacks_a_part(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each key of each file, one at a time: a page, or a line that names the file, never a fault of ours."""
-    for name in FILES:
-        whole = (folder / name).read_text()
-        for key in json.loads(whole):
-            changed(folder / name, lambda content, key=key: content.pop(key))
-            code = cli.run(["report", str(folder)])
-            error = capsys.readouterr().err
-            assert (code, error) == (0, "") or (code == 2 and name in error and error.count("\n") == 1), (key, error)
-            for page in folder.glob("report.*"):
-                page.unlink()
-            changed(folder / name, lambda content, key=key: content.update({key: 3}))
-            code = cli.run(["report", str(folder)])
-            error = capsys.readouterr().err
-            assert (code, error) == (0, "") or (code == 2 and name in error and error.count("\n") == 1), (key, error)
-            (folder / name).write_text(whole)
-            for page in folder.glob("report.*"):
-                page.unlink()
+def places(content: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any] | list[Any], Any]]:
+    """The fields of a file, of lists the first entry and the last: where, what has it, and its key there."""
+    keys: list[Any] = list(content) if isinstance(content, dict) else []
+    if isinstance(content, list) and content:
+        keys = sorted({0, len(content) - 1})
+    for key in keys:
+        name = f"{where}[{key}]" if isinstance(content, list) else f"{where}.{key}".lstrip(".")
+        yield name, content, key
+        yield from places(content[key], name)
+
+
+PYTHONS_WORDS = re.compile(r"\bobject has no\b|indices|NoneType|unsupported|subscript|expected str|<class|argument")
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+def test_each_field_is_read_or_refused_by_its_name(folder: Path, name: str) -> None:
+    """Each field of each file gone, or of another kind: a page, or a line that names file and field."""
+    only(folder, name)
+    for onnx_file in folder.glob("*.onnx"):
+        onnx_file.unlink()
+    content = json.loads((folder / name).read_text())
+    fields = list(places(content))
+    # bench.json has the layers that each time is of; the report does not show them.
+    fields = [field for field in fields if ".layers" not in field[0]]
+    assert len(fields) > 15
+    refused, drawn = 0, set()
+    for where, holder, key in fields:
+        whole = holder[key]
+        for other in ("gone", None, -1, "x", [7], {"x": 7}, True):
+            if other == "gone" and isinstance(holder, dict):
+                del holder[key]
+            else:
+                holder[key] = other  # type: ignore[index]
+            (folder / name).write_text(json.dumps(content))
+            try:
+                report = make_report(folder)
+                facts = json_text(dataclasses.replace(report, created="", provenance=()))
+                if facts not in drawn:
+                    drawn.add(facts)
+                    html(report), markdown(report)
+            except InputError as error:
+                refused += 1
+                line = str(error)
+                assert name in line
+                assert "\n" not in line
+                assert not PYTHONS_WORDS.search(line)
+                # What follows from the field may be refused in its place, and a field within it be missing.
+                of_it = {where, where.partition("[")[0], where.rpartition(".")[0], *DERIVED}
+                assert any(part and part in line for part in of_it), (where, other, line)
+            if isinstance(holder, dict) and other == "gone":
+                # In its place among the others.
+                holder[key] = whole
+            holder[key] = whole  # type: ignore[index]
+    assert refused > 2 * len(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c.pop("model"), "model is missing"),
+        (lambda c: c["model"].update(sha256=None), "model.sha256 was null; a SHA-256 sum of 64 hex digits is taken"),
+        (lambda c: c.update(source=7), "source was 7; text is taken"),
+        (lambda c: c.update(command=[]), "command was []; text is taken"),
+        (lambda c: c["versions"].update(torch=2), "versions.torch was 2; text is taken"),
+    ],
+)
+def test_what_export_left_is_read_or_refused(
+    folder: Path, change: Change, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(folder / EXPORTED, change)
+    assert f"{EXPORTED}' is no whole moetrt.export/1 file ({says}" in refusal(folder, capsys)
+
+
+def test_the_export_of_the_file_that_was_mapped_is_the_first_step(folder: Path) -> None:
+    report = make_report(folder)
+    assert report.provenance[0].file == EXPORTED
+    assert (report.provenance[0].command or "").startswith("moetrt export ")
+
+
+def test_an_export_that_was_not_mapped_since_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(folder / EXPORTED, lambda content: content["model"].update(sha256="7" * 64))
+    assert re.search(
+        r"model.onnx' was exported anew after '.*mapping.json' was written: its SHA-256 was .*model.onnx.json' has "
+        r"777777777777...; map it again",
+        refusal(folder, capsys),
+    )
+
+
+def test_the_export_of_another_file_is_passed_over(folder: Path) -> None:
+    changed(folder / EXPORTED, lambda content: content["model"].update(file="other.onnx"))
+    assert EXPORTED not in [made.file for made in make_report(folder).provenance]
+
+
+def test_an_export_alone_is_nothing_to_report_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds nothing to report on" in refusal(only(folder, EXPORTED), capsys)
+
+
+DERIVED = (
+    "found",
+    "mapped",
+    "complete",
+    "passed",
+    "exact",
+    "median",
+    "iqr",
+    "runs",
+    "floor",
+    "plugin_layers",
+    "format",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("mapping.json", lambda c: c.update(found=99), "found was 99; its sites make it 1"),
+        ("mapping.json", lambda c: c.update(mapped=0), "mapped was 0; its sites make it 1"),
+        (
+            "mapping.json",
+            lambda c: c.update(expected=2),
+            "complete was true; its sites and what was expected make it false",
+        ),
+        (
+            "mapping.json",
+            lambda c: c["sites"][0].update(operator=None),
+            "sites[0].operator was null; the operator of a tail that is matched is taken",
+        ),
+        ("parity.json", lambda c: c.update(passed=False), "passed was false; its outputs and tails make it true"),
+        ("parity.json", lambda c: c.update(undecided=True), "undecided was true; its outputs and tails make it false"),
+        (
+            "parity.json",
+            lambda c: c["outputs"][0].update(rms=1.0),
+            "outputs[0].passed was true; its errors and tolerance make it false",
+        ),
+        (
+            "parity.json",
+            lambda c: c["tails"][0]["error"].update(norm_out=None),
+            "tails[0].passed was true; its error and tolerance make it false",
+        ),
+        (
+            "plugin.engine.json",
+            lambda c: c.update(plugin_library=None),
+            "plugin_library was null; the name of the library that serves the 1 of plugin_layers is taken",
+        ),
+        (
+            "plugin.engine.json",
+            lambda c: c.update(onnx_sha256=None),
+            "onnx_sha256 was null; a SHA-256 sum of 64 hex digits is taken",
+        ),
+        (
+            "plugin.engine.json",
+            lambda c: c["profile"]["input_ids"].update(min=[9, 999]),
+            "; min, opt and max of one rank, none above the next is taken",
+        ),
+        (
+            "bench.json",
+            lambda c: c["points"][0]["end_to_end"]["plugin_ms"]["low"].update(median=0.1),
+            "points[0].end_to_end.plugin_ms.low.median was 0.1; its runs make it 0.5",
+        ),
+        (
+            "bench.json",
+            lambda c: c["points"][0]["all_tails"]["ratio"]["low"]["runs"].__setitem__(0, 9.0),
+            "points[0].all_tails.ratio.low.iqr was ",
+        ),
+        (
+            "bench.json",
+            lambda c: c["bandwidth"].update(bytes_per_second=1e12),
+            "points[0].all_tails.floor.ms was ",
+        ),
+    ],
+)
+def test_what_contradicts_its_parts_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, change: Change, says: str
+) -> None:
+    changed(folder / name, change)
+    line = refusal(folder, capsys)
+    assert f"'{folder / name}' is no whole moetrt." in line
+    assert says in line
+
+
+def test_the_verdict_says_what_failed(folder: Path) -> None:
+    """Outputs within tolerance pass a tail that differs, and an output may fail for more than its errors."""
+
+    def tail_differs(content: dict[str, Any]) -> None:
+        content["passed"] = content["tails"][0]["passed"] = False
+
+    whole = (folder / "parity.json").read_text()
+    changed(folder / "parity.json", tail_differs)
+    text = make_report(folder).verdicts[1].text
+    assert re.match(
+        r"\d+ outputs within tolerance \(.*\)\. 1 tail other than what was replaced, layer 1 first\.$", text
+    )
+
+    def near_a_tie(content: dict[str, Any]) -> None:
+        content["passed"] = content["outputs"][0]["passed"] = False
+        content["outputs"][0]["reason"] = "these inputs decide nothing"
+
+    (folder / "parity.json").write_text(whole)
+    changed(folder / "parity.json", near_a_tie)
+    text = make_report(folder).verdicts[1].text
+    assert re.match(r"1 of \d+ outputs within tolerance and still not passed: these inputs decide nothing\.", text)
+
+    def empty(content: dict[str, Any]) -> None:
+        content["passed"] = False
+        content["outputs"] = []
+
+    (folder / "parity.json").write_text(whole)
+    changed(folder / "parity.json", empty)
+    assert make_report(folder).verdicts[1].text == "No output was compared."
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: {**c, "format": 7}, "its format was 7; moetrt.export/1, moetrt.mapping/1, "),
+        (lambda c: {**c, "format": "moetrt.parities/1"}, 'its format was "moetrt.parities/1"; moetrt.export/1, '),
+        (lambda c: {**c, "format": None, "command": "moetrt compare x"}, "its format was null; "),
+        (lambda c: [c], "its content was a list; an object is taken"),
+    ],
+)
+def test_a_file_of_ours_whose_form_was_changed_is_not_passed_over(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Any], Any], says: str
+) -> None:
+    content = json.loads((folder / "parity.json").read_text())
+    (folder / "parity.json").write_text(json.dumps(change(content)))
+    line = refusal(folder, capsys)
+    assert f"'{folder / 'parity.json'}': {says}" in line
+
+
+def test_numbers_that_json_does_not_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (folder / "parity.json").read_text()
+    for number in ("NaN", "-Infinity"):
+        (folder / "parity.json").write_text(re.sub(r'("rms": )[^,\n]+', rf"\g<1>{number}", text, count=1))
+        assert f"it is no JSON ({number} is no number of JSON)" in refusal(folder, capsys)
+    (folder / "parity.json").write_text(re.sub(r'("rms": )[^,\n]+', r"\g<1>1e999", text, count=1))
+    assert "outputs[0].rms was Infinity; a finite number is taken" in refusal(folder, capsys)
+    (folder / "parity.json").write_text(re.sub(r'("how": )"[^"]*"', r'\g<1>"\\ud800"', text, count=1))
+    assert "how was " in refusal(folder, capsys)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "socket"])
+def test_a_name_that_is_no_files(folder: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    place = folder / "zz.json"
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as opened:
+        if kind == "folder":
+            place.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(place)
+        elif kind == "link":
+            place.symlink_to("nowhere.json")
+        else:
+            opened.bind(os.path.relpath(place))
+        why = "does not exist" if kind == "link" else "is not a file"
+        assert refusal(folder, capsys) == f"moetrt: error: JSON file '{place}' {why}"
 
 
 def test_files_of_two_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -498,15 +742,39 @@ def test_compare_makes_the_page_of_a_folder(folder: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("mapping.json", lambda content: content.update(found="three"), "found was 'three'; int is taken"),
-        ("mapping.json", lambda content: content.update(complete=1), "complete was 1; bool is taken"),
-        ("mapping.json", lambda content: content["sites"][0].update(form=None), "form was None; str is taken"),
-        ("parity.json", lambda content: content.update(passed="yes"), "passed was 'yes'; bool is taken"),
-        ("parity.json", lambda content: content["outputs"][0].update(rms="0"), "rms was '0'; float | None is taken"),
-        ("parity.json", lambda content: content["outputs"][0].update(nan=True), "nan was True; int is taken"),
-        ("parity.json", lambda content: content.update(notes=[3]), "notes was (3,); tuple[str, ...] is taken"),
-        ("bench.json", lambda content: content.update(repeats="3"), "repeats was '3'; int is taken"),
-        ("plugin.engine.json", lambda content: content.update(layer_count=[]), "layers was []; int is taken"),
+        ("mapping.json", lambda content: content.update(found="three"), 'found was "three"; a whole number is taken'),
+        (
+            "mapping.json",
+            lambda content: content.update(complete=1),
+            "complete was 1; its sites and what was expected make it true",
+        ),
+        (
+            "mapping.json",
+            lambda content: content["sites"][0].update(form=None),
+            "sites[0].form was null; text is taken",
+        ),
+        (
+            "parity.json",
+            lambda content: content.update(passed="yes"),
+            'passed was "yes"; its outputs and tails make it true',
+        ),
+        (
+            "parity.json",
+            lambda content: content["outputs"][0].update(rms="0"),
+            'outputs[0].rms was "0"; a finite number is taken',
+        ),
+        (
+            "parity.json",
+            lambda content: content["outputs"][0].update(nan=True),
+            "outputs[0].nan was true; a whole number is taken",
+        ),
+        ("parity.json", lambda content: content.update(notes=[3]), "notes[0] was 3; text is taken"),
+        ("bench.json", lambda content: content.update(repeats="3"), 'repeats was "3"; a whole number is taken'),
+        (
+            "plugin.engine.json",
+            lambda content: content.update(layer_count=[]),
+            "layer_count was []; a whole number is taken",
+        ),
     ],
 )
 def test_a_value_of_another_type_is_named(

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from moetrt.report import make_report, write_report
-from tests.test_report import NASTY, commands_run, folder, nasty, only
+from tests.test_report import NASTY, changed, commands_run, folder, nasty, only
 
 __all__ = ["commands_run", "folder"]
 """Fixtures of the report's other tests."""
@@ -144,6 +145,89 @@ def test_the_page_in_a_browser(
     assert count > 100
     assert ratio >= 4.5, f"'{worst}' has contrast {ratio:.2f}; WCAG AA asks for 4.5"
     assert len(page.screenshot(path=tmp_path / "page.png", full_page=True)) > 50_000
+
+
+BOXES = """selector => [...document.querySelectorAll(selector)].map(e => {
+  const {left, right, top, bottom} = e.getBoundingClientRect(); return [e.textContent, left, right, top, bottom]; })"""
+
+
+OUTLINES = """figure => [...figure.querySelectorAll('svg[role=img] svg.mark:not(.limit) path')].map(e => {
+  const {x, y, width, height} = e.getBBox(), {e: right, f: down} = e.getScreenCTM();
+  return [x + right, y + down, x + right + width, y + down + height]; })"""
+"""The marks of a plot without their strokes."""
+
+
+@pytest.mark.parametrize("width", [375, 1100])
+def test_texts_of_the_pictures_keep_apart_and_within_their_box(
+    commands_run: Path, reader: Reader, tmp_path: Path, width: int
+) -> None:
+    path = write_report(make_report(commands_run), commands_run, tmp_path / "report.html")
+    page = reader.open(path, width=width).page
+    assert page.locator("svg rect.plugin").count() == 1
+    ((_, _, right, _, _),) = page.evaluate(BOXES, "svg:has(rect.plugin) rect.plugin")
+    scale = page.evaluate("document.querySelector('svg:has(rect.plugin)').getScreenCTM().a")
+    texts = page.evaluate(BOXES, ".picture > svg text")
+    within = [box for box in texts if box[0].startswith(("MoEFinalize", "programmatic_dependent", "routed_scaling"))]
+    assert len(within) >= 3
+    inside = [box for box in within if box[1] < right and box[0].strip() != "MoEFinalizeAdd"]
+    assert all(box[2] <= right - 8 * scale for box in inside), inside
+    # What is the name and what is the shape of one operand are nearer than two operands.
+    names = page.evaluate(BOXES, ".picture > svg text.strong")
+    for one, other in pairwise(sorted(names, key=lambda box: (round(box[1]), box[3]))):
+        if round(one[1]) == round(other[1]):
+            assert other[3] - one[3] >= 36 * scale, (one, other)
+
+
+def test_marks_of_one_value_are_all_to_be_seen(folder: Path, reader: Reader, tmp_path: Path) -> None:
+    def alike(content: dict[str, Any]) -> None:
+        for output in content["outputs"]:
+            output["rms"] = output["pytorch"]["rms"]
+            if output["unfused"] is not None:
+                output["unfused"]["rms"] = output["rms"]
+
+    changed(folder / "parity.json", alike)
+    path = write_report(make_report(folder), folder, tmp_path / "report.html")
+    page = reader.open(path).page
+    figures = page.locator("#parity figure.plot").all()
+    assert len(figures) >= 2
+    for figure in figures:
+        boxes = figure.evaluate(OUTLINES)
+        assert len(boxes) >= 3
+        for (x, y, right, bottom), (other_x, other_y, other_right, other_bottom) in combinations(boxes, 2):
+            apart = max(max(x, other_x) - min(right, other_right), max(y, other_y) - min(bottom, other_bottom))
+            assert apart >= 2, boxes
+
+
+def test_a_table_that_scrolls_shows_that_there_is_more(commands_run: Path, reader: Reader, tmp_path: Path) -> None:
+    """The right edge is darker than the page while there is more, and is not once all was scrolled past."""
+    path = write_report(make_report(commands_run), commands_run, tmp_path / "report.html")
+    page = reader.open(path, width=375).page
+    wide = page.locator("#parity .scroll").first
+    assert wide.evaluate("e => e.scrollWidth > e.clientWidth + 20")
+    # The caption's line ends before the edge; so nothing else is drawn there.
+    wide.evaluate("e => e.querySelectorAll('table, caption, th, td, span').forEach(x => x.style.visibility = 'hidden')")
+    box = wide.bounding_box()
+    assert box is not None
+    wide.scroll_into_view_if_needed()
+    at_start = wide.screenshot()
+    wide.evaluate("e => { e.scrollLeft = e.scrollWidth }")
+    at_end = wide.screenshot()
+    wide.evaluate("e => { e.style.background = 'none' }")
+    without = wide.screenshot()
+    # A shade at the right first, at the left then: both differ from none, and from each other.
+    assert len({at_start, at_end, without}) == 3
+
+
+def test_what_was_run_is_explained(commands_run: Path, reader: Reader, tmp_path: Path) -> None:
+    path = write_report(make_report(commands_run), commands_run, tmp_path / "report.html")
+    page = reader.open(path).page
+    told = dict(
+        zip(page.locator(".runners dt").all_inner_texts(), page.locator(".runners dd").all_inner_texts(), strict=True)
+    )
+    assert {"pytorch", "onnxruntime", "kernel-host"} <= set(told)
+    assert "model's own dtype" in told["pytorch"]
+    assert "compiled for the CPU" in told["kernel-host"]
+    assert "tensorrt" not in told
 
 
 def test_it_prints(commands_run: Path, reader: Reader, tmp_path: Path) -> None:

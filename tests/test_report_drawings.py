@@ -65,6 +65,20 @@ def test_every_figure_is_marked_once(plot) -> None:
     assert sum(element.tag == "svg" for element in plot("t", "d", [marked], [], "axis").elements) == 3
 
 
+@pytest.mark.parametrize("count", [6, 7, 94])
+def test_marks_of_one_value_stand_apart_however_many_rows_there_are(count: int) -> None:
+    series = ("kernel-host", "onnxruntime", "pytorch", "unfused")
+    rows = [Row(f"layer {i}", tuple(Mark(name, 1e-7, 1e-7, name) for name in series)) for i in range(count)]
+    marks = [element for element in series_plot("t", "d", rows, [], "axis").elements if element.tag == "svg"]
+    places = [(mark.attributes["x"], mark.move) for mark in marks]
+    assert len(set(places)) == len(places) == 4 * count
+    # Of two neighbours, the last mark of one stands before the first of the other.
+    if count > 6:
+        percents = [float(str(x).rstrip("%")) for x, _ in places]
+        assert percents == sorted(percents)
+        assert all(0 <= percent <= 100 for percent in percents)
+
+
 def test_no_two_series_that_stand_together_have_one_shape() -> None:
     for together in (
         ("kernel-host", "tensorrt", "onnxruntime", "pytorch", "unfused", "limit"),

@@ -186,14 +186,14 @@ def test_a_family_that_copies_the_code_is_known_without_a_name(tmp_path: Path) -
 @pytest.mark.parametrize("part", ["", "experts", "router"])
 def test_a_forward_that_is_not_the_known_one_is_refused(part: str) -> None:
     model = models.llama4()
-    assert causal_lm(model).tails_expected == 2
+    assert causal_lm(model, "the model").tails_expected == 2
     for number in (1, 3):
         module = model.get_submodule(f"model.layers.{number}.feed_forward").get_submodule(part)
         changed = type("Changed", (type(module),), {"forward": lambda self, x: type(self).__mro__[1].forward(self, x)})
         module.__class__ = changed
     line = "the experts of Llama4ForCausalLM take no experts implementation and their code is none that moetrt knows"
     with pytest.raises(InputError, match=line):
-        causal_lm(model)
+        causal_lm(model, "the model")
 
 
 def test_a_forward_on_the_instance_is_not_the_known_one() -> None:

@@ -35,8 +35,13 @@ _SPREAD_WORD = re.compile(r"[^-].*:\d")
 _PIPE_CLOSED = 141
 """What the shell says of a tool that SIGPIPE ended, 128 + 13; 1 would say that the run fell short."""
 
-_PRINT_ALONE = ("inspect", "doctor")
-"""Commands whose only product is what they print."""
+_PRINT_ALONE: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "inspect": lambda _: True,
+    "doctor": lambda _: True,
+    "families": lambda options: not (options["json_path"] or options["page_path"]),
+    "bench": lambda options: options["dry_run"],
+}
+"""Commands whose only product, with such options, is what they print."""
 
 
 class Shortfall(MoetrtError):
@@ -76,7 +81,8 @@ def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
         def run(*, quiet: bool, verbose: bool, **options: Any) -> None:
             from moetrt.console import Output
 
-            if sys.stdout is None and name in _PRINT_ALONE and not quiet:
+            # Asked first: the work may be long.
+            if sys.stdout is None and not quiet and _PRINT_ALONE.get(name, lambda _: False)(options):
                 raise InputError(f"the output cannot be written: stdout is closed, and {name} does nothing but print")
             if verbose:
                 click.get_current_context().find_root().meta["verbose"] = True
@@ -268,9 +274,9 @@ def inspect_command(out: Any, file: str, as_json: bool) -> None:
 @click.option("--backend", metavar="NAME", help="tensorrt or tensorrt-rtx; default: what this machine can build with.")
 @click.option("--plugin", metavar="FILE", help="The plugin library; default: the one that moetrt was installed with.")
 @click.option("--no-plugin", is_flag=True, help="Build the baseline: TensorRT's own layers for the same file.")
-@_shape_option("min", "Smallest sizes of the inputs; dimensions that are not named go from 1 to 256.")
-@_shape_option("opt", "Sizes that the engine is tuned for.")
-@_shape_option("max", "Largest sizes.")
+@_shape_option("min", "Smallest sizes of the inputs; default of each dynamic dimension: 1.")
+@_shape_option("opt", "Sizes that the engine is tuned for; default: 32, or what of --min to --max is nearest to it.")
+@_shape_option("max", "Largest sizes; default: 256, or --opt or --min where that is larger.")
 @click.option(
     "--target", "targets", multiple=True, metavar="SM89", help="TensorRT-RTX alone: GPUs; default: SM80 and later."
 )
@@ -292,6 +298,7 @@ def build_command(
     from moetrt.backends import choose
     from moetrt.engine import build_engine
     from moetrt.files import existing_file
+    from moetrt.profiles import profile_text
 
     existing_file(model, "ONNX model")
     # Says where it makes the link that TensorRT-RTX's parser needs.
@@ -312,6 +319,9 @@ def build_command(
         step.ok = no_plugin or bool(engine.plugin_layers)
         step.details.append(f"plugin layers: {len(engine.plugin_layers)}")
         step.details += [f"  {layer}" for layer in engine.plugin_layers]
+        ranges = {name: bounds for name, bounds in engine.profile.items() if len(set(bounds)) > 1}
+        step.details += ["profile: smallest / tuned for / largest"] if ranges else []
+        step.details += [f"  {name}: {profile_text(bounds)}" for name, bounds in ranges.items()]
     for warning in engine.warnings:
         out.line(f"warning: {warning}")
     out.line(f"description: {engine.sidecar}")
@@ -435,9 +445,9 @@ def compare_command(
     help="trtexec-10, trtexec-11, tensorrt-rtx, python (TensorRT's module), or auto: what is here.",
 )
 @click.option("--plugin", metavar="FILE", help="The plugin library; default: the one that moetrt was installed with.")
-@_shape_option("min", "Smallest sizes of the engine's inputs; with none of the three, the points' own.")
-@_shape_option("opt", "Sizes that the engine is tuned for; with none of the three, the first point's.")
-@_shape_option("max", "Largest sizes; with none of the three, the points' own.")
+@_shape_option("min", "Smallest sizes of the engine's inputs; with none of the three, the points' own; else 1.")
+@_shape_option("opt", "Sizes that it is tuned for; with none of the three, the first point's; else as `moetrt build`.")
+@_shape_option("max", "Largest sizes; with none of the three, the points' own; else as `moetrt build`.")
 @_shape_option("point", "Sizes to measure at; given again, another point. Default: --opt.")
 @click.option("--load-inputs", metavar="FILE", help="Inputs that Polygraphy saved; each feed is a point.")
 @click.option("--repeats", type=int, default=5, show_default=True, help="How often each way runs at each point.")

@@ -26,6 +26,7 @@ from moetrt.files import (
     output_file,
     write_atomically,
 )
+from moetrt.json_files import read_json
 from moetrt.library import PluginLibrary, find_plugin_library, library_sha256, load_plugin_library
 from moetrt.onnx_files import files_of, load_model
 from moetrt.onnx_op import check_node, operator_of
@@ -164,15 +165,11 @@ def read_sidecar(engine_path: str | os.PathLike[str]) -> dict[str, Any]:
         InputError: there is none, or it does not describe this engine (the engine file was changed since).
     """
     engine = existing_file(engine_path, "engine")
-    path = existing_file(engine.with_name(engine.name + ".json"), "description of the engine")
-    try:
-        content = json.loads(path.read_text())
-        recorded = content["engine_sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"'{path}' does not describe an engine of moetrt") from error
-    if recorded != file_sha256(engine):
+    path = engine.with_name(engine.name + ".json")
+    content = read_json(path, "description of the engine", FORMAT, "moetrt build")
+    if content["engine_sha256"].sha256() != file_sha256(engine):
         raise InputError(f"'{path}' describes another engine than '{engine}'; build it again")
-    return dict(content)
+    return dict(content.value)
 
 
 def _sidecar(info: EngineInfo, engine: Path) -> dict[str, Any]:

@@ -26,16 +26,21 @@ class CausalLM(torch.nn.Module):
         return logits
 
 
-def causal_lm(model: Any) -> Source:
+def causal_lm(model: Any, where: str) -> Source:
     """The source that a Transformers causal language model is; batch and sequence are dynamic.
+
+    Args:
+        model: the model.
+        where: what to call it in messages.
 
     Raises:
         InputError: it gives no logits, has no MoE, or its experts take no implementation from outside.
     """
-    tails = _check_moe(model)
+    tails = _check_moe(model, where)
     if not model.can_generate():
         raise InputError(
-            f"{type(model).__name__} gives no logits; a causal language model or (module, example_inputs) is taken"
+            f"{where}: {type(model).__name__} gives no logits; a causal language model or (module, example_inputs) is "
+            "taken"
         )
     vocabulary = model.config.get_text_config().vocab_size
 
@@ -55,7 +60,7 @@ def causal_lm(model: Any) -> Source:
     )
 
 
-def _check_moe(model: Any) -> int:
+def _check_moe(model: Any, where: str) -> int:
     """How many MoE layers the model has."""
     found = len(experts_modules(model)) + sum(form.moe for form in known_modules(model).values())
     if not found:
@@ -64,10 +69,10 @@ def _check_moe(model: Any) -> int:
         counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         if any(getattr(config, count, None) for count in counts):
             raise InputError(
-                f"the experts of {name} take no experts implementation and their code is none that moetrt knows, so "
-                "its tails cannot be captured"
+                f"{where}: the experts of {name} take no experts implementation and their code is none that moetrt "
+                "knows, so its tails cannot be captured"
             )
-        raise InputError(f"{name} is a model without MoE; a model with experts is taken")
+        raise InputError(f"{where}: {name} is a model without MoE; a model with experts is taken")
     return found
 
 
@@ -81,11 +86,12 @@ def from_folder(folder: Path, dtype: torch.dtype | None) -> Source:
 
     if not (folder / "config.json").is_file():
         raise InputError(f"source folder '{folder}' has no config.json; a Hugging Face model folder is taken")
+    where = f"source folder '{folder}'"
     try:
         with quiet():
             config = _config(folder)
             # Whether there is a MoE is known before gigabytes are read.
-            _check_moe(_skeleton(folder, config))
+            _check_moe(_skeleton(folder, config), where)
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -112,7 +118,7 @@ def from_folder(folder: Path, dtype: torch.dtype | None) -> Source:
         raise InputError(
             f"source folder '{folder}': its weights lack {len(missing)} tensors of {name}, such as {missing[0]}"
         )
-    return causal_lm(model.eval())
+    return causal_lm(model.eval(), where)
 
 
 def _config(folder: Path) -> Any:

@@ -9,6 +9,8 @@ from typing import SupportsIndex
 import onnx_ir as ir
 
 from moetrt.errors import InputError, InputTypeError
+from moetrt.onnx_op import named_inputs, operator_of
+from moetrt.registry import our_nodes
 
 _MAX_SIZE = 2**31 - 1
 """The largest size of a profile that TensorRT takes."""
@@ -18,8 +20,14 @@ Profile = tuple[Shape, Shape, Shape]
 
 _PROFILE = "(min, opt, max), each a shape or None,"
 
+ENDS = ("min", "opt", "max")
+"""The names of a range's three sizes."""
+
 DEFAULT_RANGE = (1, 32, 256)
 """(min, opt, max) of a dynamic dimension for which no shape is given."""
+
+_Dimension = str | tuple[str, int]
+"""A dynamic dimension: its symbol, or the input and the axis of one that has none."""
 
 
 def parse_shapes(texts: Iterable[str]) -> dict[str, Shape]:
@@ -68,7 +76,7 @@ def split_profiles(
             raise InputTypeError(f"the profile of '{name}' was of type {type(shapes).__name__}; {_PROFILE} is taken")
         if len(shapes) != len(bounds):
             raise InputError(f"the profile of '{name}' has {len(shapes)} entries; {_PROFILE} is taken")
-        for which, kept, shape in zip(("min", "opt", "max"), bounds, shapes, strict=True):
+        for which, kept, shape in zip(ENDS, bounds, shapes, strict=True):
             if shape is not None:
                 kept[name] = _checked_shape(name, which, shape)
     return bounds
@@ -96,9 +104,9 @@ def make_profile(
 ) -> dict[str, Profile]:
     """The range of shapes of every input of ``model``.
 
-    A bound that is left out for an input takes the nearest one that is given: the smallest and the largest take the
-    optimum, the optimum takes the largest, else the smallest. An input with none takes what the others say of its named
-    dimensions, and `DEFAULT_RANGE` for the rest.
+    Each dynamic dimension has three ends, and a named one has the same in every input. An end that no shape gives takes
+    its default, of `DEFAULT_RANGE`: the smallest and the largest make way for those that are given, and the optimum is
+    moved between them. The rows of a tail whose map is an input too are as many as the routes: K times the tokens.
 
     Args:
         model: its graph inputs say the names, ranks and static dimensions.
@@ -109,47 +117,82 @@ def make_profile(
 
     Raises:
         InputError: a name that is no input, another rank, another size than a static dimension's, min > opt or
-            opt > max, or one named dimension with two ranges.
+            opt > max, or one named dimension with two sizes at one end.
     """
     inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
-    given: dict[str, list[Sequence[int] | None]] = {}
-    for position, shapes in enumerate((minimum, optimum, maximum)):
+    given: dict[str, dict[str, Sequence[int]]] = {}
+    for end, shapes in zip(ENDS, (minimum, optimum, maximum), strict=True):
         for name, sizes in (shapes or {}).items():
             if name not in inputs:
                 raise InputError(f"shape of '{name}': the model has no such input; its inputs are {', '.join(inputs)}")
-            given.setdefault(name, [None, None, None])[position] = sizes
+            given.setdefault(name, {})[end] = sizes
 
-    profile: dict[str, Profile] = {}
-    named: dict[str, tuple[tuple[int, int, int], str]] = {}
-    for name, (low, best, high) in given.items():
-        dimensions = _checked_dims(inputs[name], {"min": low, "opt": best, "max": high})
-        nearest = next(sizes for sizes in (best, high, low) if sizes is not None)
-        low, high = nearest if low is None else low, nearest if high is None else high
-        profile[name] = bounds = (tuple(low), tuple(nearest), tuple(high))
-        for axis, dimension in enumerate(dimensions):
-            symbol = dimension.value if isinstance(dimension, ir.SymbolicDim) else None
-            if symbol is not None:
-                sizes_of_axis = (bounds[0][axis], bounds[1][axis], bounds[2][axis])
-                known, where = named.setdefault(symbol, (sizes_of_axis, name))
-                if known != sizes_of_axis:
+    # By dimension and end: the size, and the input that gives it.
+    told: dict[_Dimension, dict[str, tuple[int, str]]] = {}
+    for name, bounds in given.items():
+        for axis, dimension in enumerate(_checked_dims(inputs[name], bounds)):
+            for end, sizes in bounds.items():
+                ends = told.setdefault(_key(name, axis, dimension), {})
+                known, where = ends.setdefault(end, (sizes[axis], name))
+                if known != sizes[axis]:
                     raise InputError(
-                        f"dimension {symbol} is {_range(known)} in {where} and {_range(sizes_of_axis)} in {name}; "
-                        "one dimension has one range"
+                        f"{end} of dimension {dimension} was {known} in {where} and {sizes[axis]} in {name}; one "
+                        "dimension has one range"
                     )
+    ranges = {key: _range(key, ends) for key, ends in told.items()}
+    for rows, (tokens, top_k) in _rows_of_tokens(model, inputs).items():
+        if rows not in ranges:
+            low, best, high = ranges.get(tokens, DEFAULT_RANGE)
+            ranges[rows] = (low, min(top_k * best, _MAX_SIZE), min(top_k * high, _MAX_SIZE))
+
+    profile = {}
     for name, value in inputs.items():
-        if name not in profile:
-            ranges = [
-                (dimension,) * 3
-                if isinstance(dimension, int)
-                else named.get(dimension.value or "", (DEFAULT_RANGE, ""))[0]
-                for dimension in _dims_of(value)
-            ]
-            profile[name] = (
-                tuple(low for low, _, _ in ranges),
-                tuple(best for _, best, _ in ranges),
-                tuple(high for _, _, high in ranges),
-            )
-    return {name: profile[name] for name in inputs}
+        sizes_of = [
+            (dimension,) * 3 if isinstance(dimension, int) else ranges.get(_key(name, axis, dimension), DEFAULT_RANGE)
+            for axis, dimension in enumerate(_dims_of(value))
+        ]
+        low_shape, best_shape, high_shape = (tuple(sizes[end] for sizes in sizes_of) for end in range(len(ENDS)))
+        profile[name] = (low_shape, best_shape, high_shape)
+    return profile
+
+
+def profile_text(bounds: Profile) -> str:
+    """The three shapes for people, the smallest first."""
+    return " / ".join(map(_dims, bounds))
+
+
+def _key(name: str, axis: int, dimension: int | ir.SymbolicDim) -> _Dimension:
+    symbol = dimension.value if isinstance(dimension, ir.SymbolicDim) else None
+    return symbol or (name, axis)
+
+
+def _range(key: _Dimension, told: Mapping[str, tuple[int, str]]) -> tuple[int, int, int]:
+    """(min, opt, max) of a dimension from the ends that are given, each with the input that gives it."""
+    for (lower, (below, one)), (upper, (above, other)) in pairwise((end, told[end]) for end in ENDS if end in told):
+        if below > above:
+            # Within one input the shapes were held against each other before.
+            raise InputError(f"dimension {key} has the {lower} {below} in {one}, above its {upper}, {above} in {other}")
+    sizes = {end: size for end, (size, _) in told.items()}
+    low, best, high = DEFAULT_RANGE
+    low = sizes.get("min", min([low, *sizes.values()]))
+    high = sizes.get("max", max([high, *sizes.values()]))
+    return low, sizes.get("opt", max(low, min(best, high))), high
+
+
+def _rows_of_tokens(model: ir.Model, inputs: Mapping[str, ir.Value]) -> dict[_Dimension, tuple[_Dimension, int]]:
+    """The dimension R of tails whose rows and map are inputs of the model: the dimension of its tokens, and K."""
+    found: dict[_Dimension, tuple[_Dimension, int]] = {}
+    for node in our_nodes(model):
+        if operator_of(node) is None:
+            continue
+        given = named_inputs(node)
+        rows, routes = given.get("gemm2_permuted"), given.get("expanded_idx_to_permuted_idx")
+        if rows is None or routes is None or rows.name not in inputs or routes.name not in inputs:
+            continue
+        count, (tokens, top_k) = _dims_of(rows)[0], _dims_of(routes)[:2]
+        if isinstance(top_k, int) and not isinstance(count, int) and not isinstance(tokens, int):
+            found[_key(rows.name or "", 0, count)] = (_key(routes.name or "", 0, tokens), top_k)
+    return found
 
 
 def _dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:
@@ -158,11 +201,10 @@ def _dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:
     return list(value.shape)
 
 
-def _checked_dims(value: ir.Value, bounds: Mapping[str, Sequence[int] | None]) -> list[int | ir.SymbolicDim]:
+def _checked_dims(value: ir.Value, bounds: Mapping[str, Sequence[int]]) -> list[int | ir.SymbolicDim]:
     dimensions = _dims_of(value)
     taken = "x".join(str(dim) if isinstance(dim, int) else (dim.value or "?") for dim in dimensions)
-    given = [(which, shape) for which, shape in bounds.items() if shape is not None]
-    for which, shape in given:
+    for which, shape in bounds.items():
         if len(shape) != len(dimensions):
             raise InputError(
                 f"{which} shape of '{value.name}' was {_dims(shape)}, rank {len(shape)}; "
@@ -174,7 +216,7 @@ def _checked_dims(value: ir.Value, bounds: Mapping[str, Sequence[int] | None]) -
                     f"{which} shape of '{value.name}' was {_dims(shape)}; [{taken}] is taken: "
                     f"the model fixes {dimension} where {size} was given"
                 )
-    for (lower, below), (upper, above) in pairwise(given):
+    for (lower, below), (upper, above) in pairwise(bounds.items()):
         if any(a > b for a, b in zip(below, above, strict=True)):
             raise InputError(
                 f"{lower} shape of '{value.name}', {_dims(below)}, is above its {upper} shape, {_dims(above)}"
@@ -184,7 +226,3 @@ def _checked_dims(value: ir.Value, bounds: Mapping[str, Sequence[int] | None]) -
 
 def _dims(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
-
-
-def _range(sizes: Sequence[int]) -> str:
-    return "/".join(map(str, sizes))

@@ -257,7 +257,7 @@ def load_source(text: str | os.PathLike[str], *, dtype: str | torch.dtype | None
     module_name, colon, attribute = text.partition(":")
     parts = [*module_name.split("."), *attribute.split(".")]
     if colon and all(part.isidentifier() for part in parts):
-        source = as_source(_cast(_from_factory(module_name, attribute), chosen), f"'{text}'")
+        source = as_source(_cast(_from_factory(module_name, attribute), chosen), f"source '{text}'")
         source.module.eval()
         return source
     if colon and "/" not in text:
@@ -294,7 +294,7 @@ def as_source(value: Any, where: str = "the model") -> Source:
     if isinstance(value, Source):
         return value
     if is_transformers_model(value):
-        return causal_lm(value)
+        return causal_lm(value, where)
     if _is_module_with_inputs(value):
         return _module_source(*value, where=where)
     if isinstance(value, torch.nn.Module):

@@ -129,7 +129,7 @@ def make_plan(
         dynamic=tuple(name for name, value in inputs.items() if any(not isinstance(dim, int) for dim in _shape(value))),
         points=tuple(planned),
         repeats=repeats,
-        seconds=seconds,
+        seconds=None if seconds is None else float(seconds),
         tails=tuple(tails),
     )
     return plan, notes

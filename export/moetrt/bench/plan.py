@@ -21,7 +21,7 @@ from typing import Any
 
 from moetrt.bench import trtexec
 from moetrt.errors import InputError
-from moetrt.files import existing_file
+from moetrt.json_files import Field, read_json
 from moetrt.profiles import Profile, Shape
 
 MANIFEST = "bench.manifest.json"
@@ -157,35 +157,40 @@ class Plan:
         }
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "Plan":
+    def read(cls, content: Field) -> "Plan":
         """The plan that `as_dict` gave.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            InputError: it is none.
         """
         return cls(
-            tool=content["tool"],
-            model=content["model"]["file"],
-            model_sha256=content["model"]["sha256"],
-            library=content["library"]["file"],
-            library_sha256=content["library"]["sha256"],
+            tool=content["tool"].of(str),
+            model=content["model"]["file"].file(),
+            model_sha256=content["model"]["sha256"].sha256(),
+            library=content["library"]["file"].file(),
+            library_sha256=content["library"]["sha256"].sha256(),
             profile={
-                name: (tuple(bounds["min"]), tuple(bounds["opt"]), tuple(bounds["max"]))
-                for name, bounds in content["profile"].items()
+                name: (bounds["min"].sizes(), bounds["opt"].sizes(), bounds["max"].sizes())
+                for name, bounds in content["profile"].items().items()
             },
-            dynamic=tuple(content["dynamic"]),
+            dynamic=tuple(name.of(str) for name in content["dynamic"].entries()),
             points=tuple(
                 Point(
-                    entry["name"],
-                    {name: tuple(shape) for name, shape in entry["shapes"].items()},
-                    dict(entry["inputs"]),
+                    entry["name"].of(str),
+                    {name: shape.sizes() for name, shape in entry["shapes"].items().items()},
+                    {name: file.file() for name, file in entry["inputs"].items().items()},
                 )
-                for entry in content["points"]
+                for entry in content["points"].entries()
             ),
-            repeats=int(content["repeats"]),
-            seconds=content["seconds"],
+            repeats=content["repeats"].count(),
+            seconds=content["seconds"].or_none(float),
             tails=tuple(
-                TailOfModel(entry["name"], entry["operator"], tuple(entry["floor_bytes"])) for entry in content["tails"]
+                TailOfModel(
+                    entry["name"].of(str),
+                    entry["operator"].of(str),
+                    tuple(size.or_none(int) for size in entry["floor_bytes"].entries()),
+                )
+                for entry in content["tails"].entries()
             ),
         )
 
@@ -254,23 +259,37 @@ def manifest_text(plan: Plan, command: str | None, versions: Mapping[str, str], 
     return json.dumps({"format": FORMAT, "key": plan.key} | made | plan.as_dict(), indent=2) + "\n"
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
-    """The plan in a benchmark's folder, and the manifest as it stands.
+@dataclass(frozen=True)
+class Made:
+    """What a manifest says beside the plan.
+
+    Attributes:
+        command: that makes the benchmark again; None where it was planned from Python.
+        versions: of what planned it.
+        notes: what a reader of the figures should know.
+    """
+
+    command: str | None
+    versions: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> tuple[Plan, Made]:
+    """The plan in a benchmark's folder, and what its manifest says beside it.
 
     Raises:
         InputError: there is none, or it was changed.
     """
-    path = existing_file(Path(folder) / MANIFEST, "manifest of the benchmark")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        plan = Plan.from_dict(content)
-        sound = content["format"] == FORMAT and content["key"] == plan.key
-        sound = sound and {"command", "versions", "notes"} <= set(content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"'{path}' is no manifest of moetrt bench, or is cut off") from error
-    if not sound:
+    path = Path(folder) / MANIFEST
+    content = read_json(path, "manifest of the benchmark", FORMAT, "moetrt bench")
+    plan = Plan.read(content)
+    if content["key"].of(str) != plan.key:
         raise InputError(f"'{path}' was changed since moetrt bench wrote it, or another version of moetrt did")
-    return plan, content
+    return plan, Made(
+        command=content["command"].or_none(str),
+        versions={name: version.of(str) for name, version in content["versions"].items().items()},
+        notes=tuple(note.of(str) for note in content["notes"].entries()),
+    )
 
 
 def script_text(plan: Plan, *, time_limit: float) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetrt.bench.plan import MANIFEST, NATIVE, PLUGIN, PYTHON, Plan, Point, TailOfModel
+from moetrt.bench.plan import MANIFEST, NATIVE, PLUGIN, PYTHON, Made, Plan, Point, TailOfModel
 from moetrt.bench.trtexec_files import Layer, Log, first_error, read_layers, read_log, read_profile, read_times
 from moetrt.errors import InputError
 
@@ -200,9 +200,7 @@ class BenchResult:
         }
 
 
-def read_result(
-    plan: Plan, folder: Path, manifest: Mapping[str, Any], *, bandwidth: float | None = None
-) -> BenchResult:
+def read_result(plan: Plan, folder: Path, manifest: Made, *, bandwidth: float | None = None) -> BenchResult:
     """Reads a benchmark's files and works its figures out.
 
     Args:
@@ -226,7 +224,7 @@ def read_result(
     library = _one([(file, library) for file, _, library in logs if library != "none"], "the plugin library")
     _check_same_layers(plan, runs)
     points = tuple(_point_result(plan, index, runs) for index in range(len(plan.points)))
-    notes = [*manifest["notes"], *_warnings(told), *_coarse(plan, runs)]
+    notes = [*manifest.notes, *_warnings(told), *_coarse(plan, runs)]
     if version is None:
         notes.append("the logs do not say which TensorRT was run")
     if library != plan.library_sha256:
@@ -237,8 +235,8 @@ def read_result(
         source = "bus width x memory clock x 2, from the log" if bandwidth is not None else "not known"
     return BenchResult(
         plan=plan,
-        command=manifest["command"],
-        versions={**manifest["versions"], **({"TensorRT": version} if version else {})},
+        command=manifest.command,
+        versions={**manifest.versions, **({"TensorRT": version} if version else {})},
         device=device,
         bandwidth=bandwidth,
         bandwidth_source=source,

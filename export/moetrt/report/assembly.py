@@ -10,13 +10,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx
 
+from moetrt.bench import result
 from moetrt.errors import InputError
 from moetrt.files import file_sha256
+from moetrt.json_files import Field
 from moetrt.mapping_report import MAPPED_FORM
+from moetrt.profiles import ENDS, profile_text
 from moetrt.provenance import versions
 from moetrt.report.facts import (
     BAD,
@@ -46,7 +48,18 @@ from moetrt.report.facts import (
     Timing,
     Verdict,
 )
-from moetrt.report.files import BENCH, ENGINE, MAPPING, PARITY, NamedModel, ReportFile, find_files, only_model
+from moetrt.report.files import (
+    BENCH,
+    COMMANDS,
+    ENGINE,
+    EXPORT,
+    MAPPING,
+    PARITY,
+    NamedModel,
+    ReportFile,
+    find_files,
+    only_model,
+)
 from moetrt.report.graph import (
     LayerKey,
     Operand,
@@ -74,18 +87,20 @@ def make_report(folder: str | os.PathLike[str]) -> Report:
     place = Path(folder)
     named = only_model(files)
     graph = read_graph(named.path) if named is not None and named.path.is_file() else None
-    of = {kind: [file for file in files if file.kind == kind] for kind in (MAPPING, PARITY, ENGINE, BENCH)}
+    of = {kind: [file for file in files if file.kind == kind] for kind in COMMANDS}
     if len(of[MAPPING]) > 1:
         raise InputError(
             f"'{of[MAPPING][0].path}' and '{of[MAPPING][1].path}' are both mapping reports; a report is of one mapping"
         )
-    mapping = next((file.built(lambda file: _mapping(file, graph)) for file in of[MAPPING]), None)
-    parity = tuple(file.built(_parity) for file in of[PARITY])
-    benchmarks = tuple(file.built(_bench) for file in of[BENCH])
-    engines = tuple(sorted((file.built(_engine) for file in of[ENGINE]), key=lambda engine: not engine.plugin_library))
+    of[EXPORT] = [file for file in of[EXPORT] if _was_mapped(file, of[MAPPING])]
+    mapping = next((_mapping(file, graph) for file in of[MAPPING]), None)
+    parity = tuple(map(_parity, of[PARITY]))
+    benchmarks = tuple(map(_bench, of[BENCH]))
+    engines = tuple(sorted(map(_engine, of[ENGINE]), key=lambda engine: not engine.plugin_library))
     model = None
     if named is not None:
-        source = next((facts.source for facts in parity), None)
+        sources = [*(facts.source for facts in parity), *(file.content["source"].of(str) for file in of[EXPORT])]
+        source = next(iter(sources), None)
         model = _model(named, place, graph, mapping, of[MAPPING], source)
     return Report(
         title=model.source or model.file if model is not None else str(folder),
@@ -104,8 +119,27 @@ def make_report(folder: str | os.PathLike[str]) -> Report:
         benchmarks=benchmarks,
         engines=engines,
         missing=_missing(place, named, of),
-        provenance=tuple(file.built(_provenance) for kind in of for file in of[kind]),
+        provenance=tuple(_provenance(file) for kind in of for file in of[kind]),
     )
+
+
+def _was_mapped(export: ReportFile, mappings: Sequence[ReportFile]) -> bool:
+    """Whether the mapped model was made from this export, as far as a mapping report tells.
+
+    Raises:
+        InputError: the file was exported anew and not mapped since.
+    """
+    exported = export.unmapped
+    for mapping in mappings:
+        mapped = mapping.unmapped
+        if exported is None or mapped is None or mapped.path != exported.path:
+            return False
+        if mapped.sha256 != exported.sha256:
+            raise InputError(
+                f"'{exported.path}' was exported anew after '{mapping.path}' was written: its SHA-256 was "
+                f"{mapped.sha256[:12]}..., '{export.path}' has {exported.sha256[:12]}...; map it again"
+            )
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------------- mapping
@@ -113,7 +147,13 @@ def make_report(folder: str | os.PathLike[str]) -> Report:
 
 def _mapping(file: ReportFile, graph: onnx.ModelProto | None) -> MappingFacts:
     content = file.content
-    sites = [_site(entry) for entry in content["sites"]]
+    sites = [_site(entry) for entry in content["sites"].entries()]
+    found, expected = content["found"].count(), content["expected"].or_none(int)
+    mapped = sum(site.state == MAPPED for site in sites)
+    content["found"].agree(len(sites), "its sites")
+    content["mapped"].agree(mapped, "its sites")
+    complete = mapped == found == (found if expected is None else expected) and (found > 0 or expected == 0)
+    content["complete"].agree(complete, "its sites and what was expected")
     operators = [operator for operator in dict.fromkeys(site.operator for site in sites) if operator]
     common = {operator: _common(sites, operator) for operator in operators}
     common_inputs = {}
@@ -124,15 +164,15 @@ def _mapping(file: ReportFile, graph: onnx.ModelProto | None) -> MappingFacts:
     sites = [
         replace(site, own_attributes=_without(site.attributes, common.get(site.operator or "", {}))) for site in sites
     ]
-    layers, named = _layers(sites, graph, complete=content["expected"] == content["found"])
+    layers, named = _layers(sites, graph, complete=expected == found)
     picture, no_picture = _picture(file, sites, graph)
     return MappingFacts(
         file=file.path.name,
-        found=content["found"],
-        expected=content["expected"],
-        mapped=content["mapped"],
-        complete=content["complete"],
-        notes=tuple(content["notes"]),
+        found=found,
+        expected=expected,
+        mapped=mapped,
+        complete=complete,
+        notes=_texts(content["notes"]),
         sites=tuple(sites),
         common=common,
         common_inputs=common_inputs,
@@ -143,29 +183,44 @@ def _mapping(file: ReportFile, graph: onnx.ModelProto | None) -> MappingFacts:
     )
 
 
-def _site(entry: Mapping[str, Any]) -> Site:
+def _site(entry: Field) -> Site:
     inputs, outputs = _operands(entry["inputs"]), _operands(entry["outputs"])
-    state = MAPPED if entry["matched"] else FINALIZE_ONLY if entry["operator"] else NOT_MAPPED
+    matched, operator, name = entry["matched"].of(bool), entry["operator"].or_none(str), entry["name"].of(str)
+    if matched and operator is None:
+        entry["operator"].take("the operator of a tail that is matched")
     return Site(
-        name=entry["name"],
-        layer=layer_label(entry["name"]),
-        state=state,
-        form=entry["form"],
-        operator=entry["operator"],
+        name=name,
+        layer=layer_label(name),
+        state=MAPPED if matched else FINALIZE_ONLY if operator else NOT_MAPPED,
+        form=entry["form"].of(str),
+        operator=operator,
         dtype=next((operand.dtype for operand in inputs if operand.name == "gemm2_permuted"), "?"),
-        reason=entry["reason"],
-        attributes=dict(entry["attributes"]),
+        reason=entry["reason"].or_none(str),
+        attributes={name: value.of(float) for name, value in entry["attributes"].items().items()},
         own_attributes={},
         inputs=inputs,
         outputs=outputs,
     )
 
 
-def _operands(entries: Mapping[str, Mapping[str, Any]]) -> tuple[Operand, ...]:
+def _operands(entries: Field) -> tuple[Operand, ...]:
     return tuple(
-        Operand(name, entry["value"] or "", entry["dtype"] or "?", shape_text(entry["shape"]))
-        for name, entry in entries.items()
+        Operand(
+            name,
+            entry["value"].or_none(str) or "",
+            entry["dtype"].or_none(str) or "?",
+            shape_text(None if entry["shape"].value is None else map(_dim, entry["shape"].entries())),
+        )
+        for name, entry in entries.items().items()
     )
+
+
+def _dim(entry: Field) -> int | str | None:
+    return entry.or_none(str) if isinstance(entry.value, str | None) else entry.count()
+
+
+def _texts(entries: Field) -> tuple[str, ...]:
+    return tuple(entry.of(str) for entry in entries.entries())
 
 
 def _common(sites: Sequence[Site], operator: str) -> dict[str, float]:
@@ -212,7 +267,7 @@ def _picture(
 ) -> tuple[Picture | None, str | None]:
     new = [site for site in sites if site.form != MAPPED_FORM]
     site = next((site for state in (MAPPED, FINALIZE_ONLY) for site in new if site.state == state), None)
-    source = file.content["source_model"]
+    source = _source_model(file)
     if site is None:
         mapped = any(site.operator for site in sites)
         return None, (
@@ -222,16 +277,23 @@ def _picture(
         )
     if graph is None or source is None:
         return None, "The mapped file is not there any more, so there is no picture of a tail."
-    path = Path(os.path.normpath(file.path.parent / source["file"]))
+    name, sha256 = source
+    path = Path(os.path.normpath(file.path.parent / name))
     if not path.is_file():
         return None, f"The file before mapping, {path.name}, is not there any more, so there is no picture of a tail."
-    if file_sha256(path) != source["sha256"]:
+    if file_sha256(path) != sha256:
         return None, f"The file {path.name} is another one than was mapped, so there is no picture of a tail."
     before = read_graph(path)
     nodes = replaced_nodes(before, graph, [operand.value for operand in site.outputs])
     if not nodes:
         return None, "The file before mapping spells its tails within functions, so there is no picture of one."
     return Picture(site, nodes, constants(before, externals(nodes))), None
+
+
+def _source_model(file: ReportFile) -> tuple[str, str] | None:
+    """The path and the SHA-256 sum of the file before mapping."""
+    source = file.content["source_model"]
+    return None if source.value is None else (source["file"].file(), source["sha256"].sha256())
 
 
 def _model(
@@ -242,13 +304,13 @@ def _model(
     files: Sequence[ReportFile],
     source: str | None,
 ) -> ModelFacts:
-    before = files[0].content["source_model"] if files else None
+    before = _source_model(files[0]) if files else None
     return ModelFacts(
         file=os.path.relpath(named.path, place),
         sha256=named.sha256,
         source=source,
-        source_file=before["file"] if before else None,
-        source_sha256=before["sha256"] if before else None,
+        source_file=before[0] if before else None,
+        source_sha256=before[1] if before else None,
         # A router's site has no rows.
         dtypes=tuple(dict.fromkeys(site.dtype for site in mapping.sites if site.dtype != "?")) if mapping else (),
         graph=graph_facts(graph, named.path) if graph is not None else None,
@@ -260,72 +322,111 @@ def _model(
 
 def _parity(file: ReportFile) -> ParityFacts:
     content = file.content
+    outputs = tuple(_output(entry) for entry in content["outputs"].entries())
+    tails = tuple(_tail(entry) for entry in content["tails"].entries())
+    same = all(tail.passed for tail in tails)
+    passed = bool(outputs) and all(output.passed for output in outputs) and same
+    differs = any(_off(output) for output in outputs) or not same
+    undecided = any(output.undecided for output in outputs) and not differs
+    content["passed"].agree(passed, "its outputs and tails")
+    content["undecided"].agree(undecided, "its outputs and tails")
     return ParityFacts(
         file=file.path.name,
-        source=content["source"],
-        how=content["how"],
-        seed=content["seed"],
+        source=content["source"].of(str),
+        how=content["how"].of(str),
+        seed=content["seed"].or_none(int),
         inputs=_shapes(content["inputs"]),
-        passed=content["passed"],
-        undecided=content["undecided"],
-        cause=content["cause"],
-        notes=tuple(content["notes"]),
-        outputs=tuple(_output(entry) for entry in content["outputs"]),
-        tails=tuple(
-            TailParity(
-                name=tail["name"],
-                label=layer_label(tail["name"]),
-                operator=tail["operator"],
-                passed=tail["passed"],
-                errors=dict(tail["error"]),
-                tolerance=tail["tolerance"],
-                cause=tail["cause"],
-            )
-            for tail in content["tails"]
-        ),
+        passed=passed,
+        undecided=undecided,
+        cause=content["cause"].or_none(str),
+        notes=_texts(content["notes"]),
+        outputs=outputs,
+        tails=tails,
     )
 
 
-def _output(entry: Mapping[str, Any]) -> OutputParity:
-    tail, unfused, worst = entry["tail"], entry["unfused"], entry["worst_element"]
-    name = entry["name"]
+def _off(output: OutputParity) -> bool:
+    """Whether an output differs: one of which nothing can be compared does not."""
+    return not output.passed and not output.undecided
+
+
+def _tail(entry: Field) -> TailParity:
+    name = entry["name"].of(str)
+    errors = {output: error.or_none(float) for output, error in entry["error"].items().items()}
+    passed, tolerance = entry["passed"].of(bool), entry["tolerance"].of(float)
+    if passed and not all(_within(error, tolerance) for error in errors.values()):
+        entry["passed"].agree(False, "its error and tolerance")
+    return TailParity(
+        name=name,
+        label=layer_label(name),
+        operator=entry["operator"].of(str),
+        passed=passed,
+        errors=errors,
+        tolerance=tolerance,
+        cause=entry["cause"].or_none(str),
+    )
+
+
+def _within(error: float | None, tolerance: float | None) -> bool:
+    return error is not None and tolerance is not None and error <= tolerance
+
+
+def _measured_within(output: OutputParity) -> bool:
+    return _within(output.worst, output.worst_tolerance) and _within(output.rms, output.rms_tolerance)
+
+
+def _output(entry: Field) -> OutputParity:
+    name, tail, shape = entry["name"].of(str), entry["tail"].or_none(str), entry["shape"].sizes()
+    unfused, worst, tolerance = entry["unfused"], entry["worst_element"], entry["tolerance"]
+    has_unfused = unfused.value is not None
+    index = [place.count() for place in worst["index"].entries()]
     output = name.removeprefix(tail).lstrip("./") if tail else name
-    return OutputParity(
+    found = OutputParity(
         name=name,
         tail=tail,
         output=output,
         label=f"{layer_label(tail)} {output}" if tail else output,
-        runner=entry["runner"],
-        dtype=entry["dtype"],
-        shape=shape_text(entry["shape"]),
-        passed=entry["passed"],
-        undecided=entry["undecided"],
-        worst=entry["worst"],
-        rms=entry["rms"],
-        pytorch_worst=entry["pytorch"]["worst"],
-        pytorch_rms=entry["pytorch"]["rms"],
-        has_unfused=unfused is not None,
-        unfused_worst=unfused["worst"] if unfused else None,
-        unfused_rms=unfused["rms"] if unfused else None,
-        worst_tolerance=entry["tolerance"]["worst"],
-        rms_tolerance=entry["tolerance"]["rms"],
-        ratio=entry["ratio"],
-        index=f"[{', '.join(map(str, worst['index']))}]" if worst["index"] else "",
-        value=worst["runner"],
-        pytorch=worst["pytorch"],
-        float64=worst["float64"],
-        tokens=entry["tokens"],
-        argmax_changed=entry["argmax_changed"],
-        nan=entry["nan"],
-        inf=entry["inf"],
-        pytorch_nan=entry["pytorch_nan"],
-        pytorch_inf=entry["pytorch_inf"],
-        reason=entry["reason"],
+        runner=entry["runner"].of(str),
+        dtype=entry["dtype"].of(str),
+        shape=shape_text(shape),
+        passed=entry["passed"].of(bool),
+        undecided=entry["undecided"].of(bool),
+        worst=entry["worst"].or_none(float),
+        rms=entry["rms"].or_none(float),
+        pytorch_worst=entry["pytorch"]["worst"].or_none(float),
+        pytorch_rms=entry["pytorch"]["rms"].or_none(float),
+        has_unfused=has_unfused,
+        unfused_worst=unfused["worst"].or_none(float) if has_unfused else None,
+        unfused_rms=unfused["rms"].or_none(float) if has_unfused else None,
+        worst_tolerance=tolerance["worst"].or_none(float),
+        rms_tolerance=tolerance["rms"].or_none(float),
+        ratio=entry["ratio"].or_none(float),
+        index=f"[{', '.join(map(str, index))}]" if index else "",
+        value=worst["runner"].or_none(float),
+        pytorch=worst["pytorch"].or_none(float),
+        float64=worst["float64"].or_none(float),
+        tokens=entry["tokens"].or_none(int),
+        argmax_changed=entry["argmax_changed"].or_none(int),
+        nan=entry["nan"].count(),
+        inf=entry["inf"].count(),
+        pytorch_nan=entry["pytorch_nan"].count(),
+        pytorch_inf=entry["pytorch_inf"].count(),
+        reason=entry["reason"].of(str),
     )
+    if (found.tokens is None) != (found.argmax_changed is None):
+        entry["argmax_changed"].take("a whole number where there are tokens, else null")
+    # An output without an element has no error and passes.
+    if found.passed and not _measured_within(found) and 0 not in shape:
+        entry["passed"].agree(False, "its errors and tolerance")
+    if found.passed and found.undecided:
+        entry["undecided"].agree(False, "that it passed")
+    return found
 
 
-def _shapes(shapes: Mapping[str, Sequence[int]]) -> str:
-    return ", ".join(f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in shapes.items())
+def _shapes(shapes: Field) -> str:
+    return ", ".join(
+        f"{name} {'x'.join(map(str, shape.sizes())) or 'scalar'}" for name, shape in shapes.items().items()
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- benchmarks
@@ -333,49 +434,85 @@ def _shapes(shapes: Mapping[str, Sequence[int]]) -> str:
 
 def _bench(file: ReportFile) -> BenchFacts:
     content = file.content
+    repeats, bandwidth = content["repeats"].count(), content["bandwidth"]["bytes_per_second"].or_none(float)
     return BenchFacts(
         file=file.path.name,
-        tool=content["tool"],
-        device=content["device"],
-        tensorrt=content["versions"].get("TensorRT"),
-        repeats=content["repeats"],
-        statistics=content["statistics"],
-        bandwidth=content["bandwidth"]["bytes_per_second"],
-        bandwidth_source=content["bandwidth"]["source"],
-        points=tuple(
-            BenchPoint(
-                shapes=_shapes(point["shapes"]),
-                end_to_end=_timing(point["end_to_end"]),
-                all_tails=_timing(point["all_tails"]),
-                tails=tuple(_timing(tail) for tail in point["tails"]),
-                plugin_share=_spread(point["share_in_tails"]["plugin"]),
-                native_share=_spread_or_none(point["share_in_tails"]["native"]),
-            )
-            for point in content["points"]
-        ),
-        notes=tuple(content["notes"]),
+        tool=content["tool"].of(str),
+        device=content["device"].or_none(str),
+        tensorrt=_versions(content).get("TensorRT"),
+        repeats=repeats,
+        statistics=content["statistics"].of(str),
+        bandwidth=bandwidth,
+        bandwidth_source=content["bandwidth"]["source"].of(str),
+        points=tuple(_point(entry, repeats, bandwidth) for entry in content["points"].entries()),
+        notes=_texts(content["notes"]),
     )
 
 
-def _timing(entry: Mapping[str, Any]) -> Timing:
-    floor = entry.get("floor") or {}
-    return Timing(
-        name=entry["name"],
-        plugin=_spread(entry["plugin_ms"]),
-        native=_spread_or_none(entry["native_ms"]),
-        ratio=_spread_or_none(entry["ratio"]),
-        floor_ms=floor.get("ms"),
-        floor_share=floor.get("of_plugin_time"),
+def _point(entry: Field, repeats: int, bandwidth: float | None) -> BenchPoint:
+    share = entry["share_in_tails"]
+    end_to_end, _ = _timing(entry["end_to_end"], repeats)
+    return BenchPoint(
+        shapes=_shapes(entry["shapes"]),
+        end_to_end=end_to_end,
+        all_tails=_timing_of_tails(entry["all_tails"], repeats, bandwidth),
+        tails=tuple(_timing_of_tails(tail, repeats, bandwidth) for tail in entry["tails"].entries()),
+        plugin_share=_told_spread(_range(share["plugin"], repeats)),
+        native_share=None if share["native"].value is None else _told_spread(_range(share["native"], repeats)),
     )
 
 
-def _spread_or_none(entry: Mapping[str, Any] | None) -> Spread | None:
-    return None if entry is None else _spread(entry)
+def _timing(entry: Field, repeats: int) -> tuple[Timing, float]:
+    """The times without a floor; and the plugin's, with all layers that are its own or shared, milliseconds."""
+    plugin = _range(entry["plugin_ms"], repeats)
+    if min(plugin.low.runs) <= 0:
+        entry["plugin_ms"].take("a time above 0 in each repeat")
+    native = ratio = None
+    if entry["native_ms"].value is None:
+        entry["ratio"].agree(None, "the native times that were not found")
+    else:
+        native, ratio = _range(entry["native_ms"], repeats), _range(entry["ratio"], repeats)
+        for end, over, under in (("low", native.low, plugin.high), ("high", native.high, plugin.low)):
+            for run, above, below in zip(entry["ratio"][end]["runs"].entries(), over.runs, under.runs, strict=True):
+                run.agree(above / below, "native_ms and plugin_ms")
+    timing = Timing(
+        name=entry["name"].of(str),
+        plugin=_told_spread(plugin),
+        native=None if native is None else _told_spread(native),
+        ratio=None if ratio is None else _told_spread(ratio),
+        floor_ms=None,
+        floor_share=None,
+    )
+    return timing, plugin.high.median
 
 
-def _spread(entry: Mapping[str, Any]) -> Spread:
-    low, high = entry["low"], entry["high"]
-    return Spread(low["median"], low["iqr"], None if entry["exact"] else high["median"])
+def _timing_of_tails(entry: Field, repeats: int, bandwidth: float | None) -> Timing:
+    timing, plugin_ms = _timing(entry, repeats)
+    size = entry["floor"]["bytes"].or_none(int)
+    floor_ms = None if size is None or bandwidth is None else size / bandwidth * 1e3
+    entry["floor"]["ms"].agree(floor_ms, "its bytes and the bandwidth")
+    if floor_ms is None:
+        return timing
+    entry["floor"]["of_plugin_time"].agree(floor_ms / plugin_ms, "the floor and plugin_ms")
+    return replace(timing, floor_ms=floor_ms, floor_share=floor_ms / plugin_ms)
+
+
+def _range(entry: Field, repeats: int) -> result.Range:
+    bounds = []
+    for end in ("low", "high"):
+        bound = result.Spread(tuple(run.of(float) for run in entry[end]["runs"].entries()))
+        if not bound.runs or len(bound.runs) != repeats:
+            entry[end]["runs"].take(f"a figure of each of {repeats} repeats")
+        entry[end]["median"].agree(bound.median, "its runs")
+        entry[end]["iqr"].agree(bound.iqr, "its runs")
+        bounds.append(bound)
+    found = result.Range(*bounds)
+    entry["exact"].agree(found.exact, "its bounds")
+    return found
+
+
+def _told_spread(found: result.Range) -> Spread:
+    return Spread(found.low.median, found.low.iqr, None if found.exact else found.high.median)
 
 
 # ------------------------------------------------------------------------------------------------------------- engines
@@ -383,34 +520,50 @@ def _spread(entry: Mapping[str, Any]) -> Spread:
 
 def _engine(file: ReportFile) -> EngineFacts:
     content = file.content
+    layers, plugin_layers = content["layer_count"].count(), _texts(content["plugin_layers"])
+    library, sha256 = content["plugin_library"], content["plugin_library_sha256"]
+    if len(plugin_layers) > layers:
+        content["layer_count"].take(f"a number that holds the {len(plugin_layers)} of plugin_layers")
+    if library.value is None:
+        if plugin_layers:
+            library.take(f"the name of the library that serves the {len(plugin_layers)} of plugin_layers")
+        sha256.agree(None, "plugin_library, which is null,")
     return EngineFacts(
         file=file.path.name,
-        engine=content["engine"],
-        sha256=content["engine_sha256"],
-        backend=content["backend"],
-        version=content["version"],
-        targets=tuple(content["targets"]),
-        layers=content["layer_count"],
-        plugin_layers=tuple(content["plugin_layers"]),
-        plugin_library=content["plugin_library"],
-        plugin_library_sha256=content["plugin_library_sha256"],
-        profile="; ".join(
-            f"{name} {' / '.join('x'.join(map(str, bounds[which])) for which in ('min', 'opt', 'max'))}"
-            for name, bounds in content["profile"].items()
-        ),
-        warnings=tuple(content["warnings"]),
+        engine=content["engine"].file(),
+        sha256=content["engine_sha256"].sha256(),
+        backend=content["backend"].of(str),
+        version=content["version"].of(str),
+        targets=_texts(content["targets"]),
+        layers=layers,
+        plugin_layers=plugin_layers,
+        plugin_library=None if library.value is None else library.file(),
+        plugin_library_sha256=None if library.value is None else sha256.sha256(),
+        profile="; ".join(f"{name} {_profile(entry)}" for name, entry in content["profile"].items().items()),
+        warnings=_texts(content["warnings"]),
     )
+
+
+def _profile(entry: Field) -> str:
+    low, best, high = bounds = tuple(entry[end].sizes() for end in ENDS)
+    ranks = {len(shape) for shape in bounds}
+    if len(ranks) > 1 or not all(a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
+        entry.take("min, opt and max of one rank, none above the next")
+    return profile_text((low, best, high))
 
 
 def _provenance(file: ReportFile) -> Provenance:
-    command = file.content["command"]
     return Provenance(
         file=file.path.name,
-        format=file.content["format"],
+        format=file.content["format"].of(str),
         sha256=file_sha256(file.path),
-        command=None if command is None else str(command),
-        versions={str(name): str(version) for name, version in file.content["versions"].items()},
+        command=file.content["command"].or_none(str),
+        versions=_versions(file.content),
     )
+
+
+def _versions(content: Field) -> dict[str, str]:
+    return {name: version.of(str) for name, version in content["versions"].items().items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ verdicts
@@ -428,23 +581,29 @@ def _parity_verdict(parity: Sequence[ParityFacts]) -> Verdict:
     outputs = [output for facts in parity for output in facts.outputs]
     if not parity:
         return Verdict("Parity", MISSING, "Not compared.")
-    failed = [output for output in outputs if not output.passed]
     good = all(facts.passed for facts in parity)
-    runners = ", ".join(dict.fromkeys(output.runner for output in outputs))
-    if good:
-        text = f"{_count(len(outputs), 'output')} within tolerance ({runners}, against float64)."
-        lost = {o.name: o.pytorch_nan + o.pytorch_inf for o in outputs if not o.tail}
-        for name, count in lost.items():
-            if count:
-                text += f" Not measured: {_count(count, 'element')} of {name}, NaN or Inf in PyTorch too."
-    elif all(facts.passed or facts.undecided for facts in parity):
-        text = f"Of {len(failed)} of {_count(len(outputs), 'output')} nothing could be compared: not finite in PyTorch."
-    else:
-        text = f"{len(failed)} of {_count(len(outputs), 'output')} out of tolerance ({runners}, against float64)."
+    off = [output for output in outputs if _off(output)]
+    undecided = [output for output in outputs if output.undecided]
     wrong = [tail for facts in parity for tail in facts.tails if not tail.passed]
+    against = f"({', '.join(dict.fromkeys(output.runner for output in outputs))}, against float64)"
+    total = _count(len(outputs), "output")
+    told = []
+    beyond = [output for output in off if not _measured_within(output)]
+    if beyond:
+        told.append(f"{len(beyond)} of {total} out of tolerance {against}")
+    if odd := [output for output in off if _measured_within(output)]:
+        told.append(f"{len(odd)} of {total} within tolerance and still not passed: {odd[0].reason}")
+    if undecided:
+        told.append(f"Of {len(undecided)} of {total} nothing could be compared: not finite in PyTorch")
+    if not told:
+        told.append(f"{total} within tolerance {against}" if outputs else "No output was compared")
+    lost = {o.name: o.pytorch_nan + o.pytorch_inf for o in outputs if not o.tail and not o.undecided}
+    told += [
+        f"Not measured: {_count(n, 'element')} of {name}, NaN or Inf in PyTorch too" for name, n in lost.items() if n
+    ]
     if wrong:
-        text += f" {_count(len(wrong), 'tail')} other than what was replaced, {wrong[0].label} first."
-    return Verdict("Parity", GOOD if good else BAD, text)
+        told.append(f"{_count(len(wrong), 'tail')} other than what was replaced, {wrong[0].label} first")
+    return Verdict("Parity", GOOD if good else BAD, f"{'. '.join(told)}.")
 
 
 def _engine_verdict(engines: Sequence[EngineFacts]) -> Verdict:

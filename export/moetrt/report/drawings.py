@@ -73,8 +73,8 @@ class Drawing:
 _WIDTH, _LEFT, _RIGHT = 420.0, 56.0, 188.0
 """Of the nodes' boxes; arrows to others than the next node go round their left side."""
 
-_PLUGIN_LEFT, _PLUGIN_RIGHT = 4.0, 222.0
-_BOX, _GAP, _LINE = 26.0, 14.0, 30.0
+_PLUGIN_LEFT, _PLUGIN_RIGHT, _PLUGIN_WIDTH = 4.0, 240.0, 438.0
+_BOX, _GAP, _LINE = 26.0, 14.0, 37.0
 """Pixels: a box with one line beside it, the gap below it, and each line more."""
 
 _LONGEST = 30
@@ -147,7 +147,7 @@ def after(
         "After mapping",
         f"One node, {operator}: {', '.join(operand.name for operand in inputs)} in, "
         f"{', '.join(operand.name for operand in outputs)} out.",
-        width=_WIDTH,
+        width=_PLUGIN_WIDTH,
     )
     lines = [operator, "one plugin node", "", *(f"{name} {value:g}" for name, value in attributes.items())]
     rows = [(operand, False) for operand in inputs] + [(operand, True) for operand in outputs]
@@ -173,7 +173,7 @@ def _label(
     tip = f"M{end - 6:g},{y - 4:g} l6,4 l-6,4 z" if out else f"M{right + 7:g},{y - 4:g} l-6,4 l6,4 z"
     drawing.add("path", d=tip, class_=f"head {style}")
     x = end + 6
-    longest = int((_WIDTH - x) / 6.4)
+    longest = int(((drawing.width or _WIDTH) - x) / 6.4)
     if operand is None:
         text = f"constant {constant}" if constant is not None else name
         drawing.add("text", x=x, y=y + 4, class_="quiet", text=shortened(text, longest), title=name)
@@ -290,16 +290,16 @@ def rows_plot(
     """A plot with one line a row, figures from left to right."""
     drawing = Drawing(title, description, legend=list(legend))
     scale = LogAxis((v for row in rows for mark in row.marks for v in (mark.low, mark.high)), 3.0, 97.0)
-    top, step = 6.0, 42.0
+    top, step = 6.0, 58.0
     bottom = top + step * len(rows)
     _vertical_grid(drawing, scale, top, bottom, axis)
     for index, row in enumerate(rows):
-        y = top + step * index + 29
-        drawing.add("text", x="0", y=y - 14, text=shortened(row.label, 48), title=row.label)
+        y = top + step * index + 36
+        drawing.add("text", x="0", y=y - 24, text=shortened(row.label, 48), title=row.label)
         drawing.add("line", x1="0", x2="100%", y1=y, y2=y, class_="track")
         for mark in row.marks:
-            move = f"translate(0,{_BELOW.get(mark.series, 0)})"
-            _mark(drawing, mark, (scale.place(mark.low), y), (scale.place(mark.high), y), move)
+            lane = y + _BELOW.get(mark.series, 0)
+            _mark(drawing, mark, (scale.place(mark.low), lane), (scale.place(mark.high), lane))
     drawing.height = bottom + 38
     return drawing
 
@@ -314,8 +314,8 @@ def _vertical_grid(drawing: Drawing, scale: LogAxis, top: float, bottom: float, 
     drawing.add("text", x="0", y=bottom + 33, class_="quiet", text=axis)
 
 
-_CROWDED = 12
-"""More rows than this side by side have small marks one above the other."""
+_CROWDED = 6
+"""More rows than this side by side have small marks, near each other."""
 
 
 def series_plot(
@@ -342,7 +342,11 @@ def series_plot(
         drawing.add("line", x1="0", x2="100%", y1=line, y2=line, class_="grid")
         drawing.add("text", x="0", y=line - 3, class_="tick", text=label)
     drawing.add("text", x="0", y=top + height + 17, class_="tick", text=along)
-    first, last = 16.0, 97.0 if crowded else 90.0
+    first, last = 16.0, 90.0
+    if crowded:
+        # Where there is no room for pixels, marks of one row stand apart by parts of the way to the next one.
+        way = (97.0 - first) / len(rows)
+        last = 97.0 - way / 2
     every = math.ceil(len(rows) / 8)
     for index, row in enumerate(rows):
         x = round((first + last) / 2 if len(rows) == 1 else first + (last - first) * index / (len(rows) - 1), 2)
@@ -350,9 +354,10 @@ def series_plot(
             label = shortened(row.label, 10)
             drawing.add("text", x=f"{x}%", y=top + height + 17, text_anchor="middle", class_="tick", text=label)
         for mark in row.marks:
-            aside = 0 if crowded else _ASIDE.get(mark.series, 0)
-            move = f"translate({aside},0){' scale(0.6)' if crowded else ''}"
-            _mark(drawing, mark, (x, y(mark.low)), (x, y(mark.high)), move, upright=True)
+            aside = _ASIDE.get(mark.series, 0)
+            at = round(x + aside / _WIDEST * way, 2) if crowded else x
+            move = f"scale({_SMALL})" if crowded else f"translate({aside},0)"
+            _mark(drawing, mark, (at, y(mark.low)), (at, y(mark.high)), move, upright=True)
     drawing.height = top + height + 25
     return drawing
 
@@ -381,8 +386,14 @@ SHAPE_OF = {
 """Series differ in shape as well as in colour."""
 
 _ASIDE = {"tensorrt": -28, "kernel-host": -14, "onnxruntime": 0, "pytorch": 14, "unfused": 28}
-_BELOW = {"pytorch": 6, "unfused": -6}
+_BELOW = {"pytorch": 13, "unfused": -13, "native": -13}
 """Pixels by which marks stand apart, side by side or one below the other, so that none hides another."""
+
+_WIDEST = 70
+"""Pixels of all that stands side by side."""
+
+_SMALL = 0.6
+"""Size of the marks of a plot with many rows."""
 
 
 def shape_path(series: str, *, upright: bool = False) -> str:
@@ -396,7 +407,7 @@ def _mark(
     mark: Mark,
     low: tuple[float, float],
     high: tuple[float, float],
-    move: str,
+    move: str | None = None,
     *,
     upright: bool = False,
 ) -> None:

@@ -1,18 +1,16 @@
 """The JSON files that moetrt's commands left in a folder: found by their format, and all of one model."""
 
-import json
 import os
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from moetrt.errors import InputError
 from moetrt.files import as_path, existing_file, file_sha256
+from moetrt.json_files import Field, parsed, shown
 
+EXPORT = "moetrt.export"
 MAPPING = "moetrt.mapping"
 PARITY = "moetrt.parity"
 BENCH = "moetrt.bench"
@@ -21,10 +19,17 @@ ENGINE = "moetrt.engine"
 VERSION = 1
 """The version of each format that is read."""
 
-COMMANDS = {MAPPING: "moetrt map --report", PARITY: "moetrt compare", BENCH: "moetrt bench", ENGINE: "moetrt build"}
-"""Who writes which."""
+OTHERS = ("moetrt.report", "moetrt.bench-manifest")
+"""Formats of ours that a report is not made of."""
 
-_Built = TypeVar("_Built")
+COMMANDS = {
+    EXPORT: "moetrt export",
+    MAPPING: "moetrt map --report",
+    PARITY: "moetrt compare",
+    BENCH: "moetrt bench",
+    ENGINE: "moetrt build",
+}
+"""Who writes which."""
 
 
 @dataclass(frozen=True)
@@ -33,84 +38,46 @@ class ReportFile:
 
     Attributes:
         path: of the file.
-        kind: MAPPING, PARITY, BENCH or ENGINE.
+        kind: EXPORT, MAPPING, PARITY, BENCH or ENGINE.
         content: what it holds.
     """
 
     path: Path
     kind: str
-    content: dict[str, Any]
+    content: Field
 
     @property
     def model(self) -> "NamedModel | None":
-        """The mapped model that it is of; None where it names none."""
-        with self.reading():
-            if self.kind == ENGINE:
-                file, sha256 = self.content["onnx_path"], self.content["onnx_sha256"]
-            elif self.content["model"] is None:
-                return None
-            else:
-                file, sha256 = self.content["model"]["file"], self.content["model"]["sha256"]
-            return NamedModel(self.path, Path(os.path.normpath(self.path.parent / file)), str(sha256))
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """While the block reads ``content``: what is missing or of another type is one clear line.
+        """The mapped model that it is of; None where it names none, as what `moetrt export` leaves.
 
         Raises:
-            InputError: as said.
+            InputError: as it is named, no file can be.
         """
-        try:
-            yield
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise InputError(
-                f"'{self.path}' is no whole {self.kind}/{VERSION} file ({what}); write it again with "
-                f"{COMMANDS[self.kind]}"
-            ) from error
+        if self.kind == ENGINE:
+            file, sha256 = self.content["onnx_path"], self.content["onnx_sha256"]
+        elif self.kind == EXPORT or (self.kind == MAPPING and self.content["model"].value is None):
+            return None
+        else:
+            file, sha256 = self.content["model"]["file"], self.content["model"]["sha256"]
+        return self._named(file, sha256)
 
-    def built(self, build: Callable[["ReportFile"], _Built]) -> _Built:
-        """What ``build`` makes of the file; see `reading`."""
-        with self.reading():
-            facts = build(self)
-            check_types(facts)
-            return facts
+    @property
+    def unmapped(self) -> "NamedModel | None":
+        """The model before mapping, of EXPORT and MAPPING; None where the latter names none.
 
+        Raises:
+            InputError: as it is named, no file can be.
+        """
+        named = self.content["model" if self.kind == EXPORT else "source_model"]
+        return None if named.value is None else self._named(named["file"], named["sha256"])
 
-def check_types(facts: object) -> None:
-    """Checks that the fields of a dataclass, and of those in it, hold what their annotations say.
-
-    Raises:
-        TypeError: one holds something else; the message names it.
-    """
-    for name, kind in typing.get_type_hints(type(facts)).items():
-        value = getattr(facts, name)
-        if not _is_of(value, kind):
-            wanted = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
-            raise TypeError(f"{name} was {value!r}; {wanted} is taken")
-
-
-def _is_of(value: object, kind: Any) -> bool:
-    origin, of = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return any(_is_of(value, one) for one in of)
-    if origin is tuple:
-        entries = of[:1] * len(value) if isinstance(value, tuple) and of[1:] == (...,) else of
-        return isinstance(value, tuple) and len(value) == len(entries) and all(map(_is_of, value, entries))
-    if origin is not None:
-        return isinstance(value, Mapping) and all(
-            _is_of(key, of[0]) and _is_of(entry, of[1]) for key, entry in value.items()
-        )
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    if is_dataclass(value):
-        check_types(value)
-    return isinstance(value, kind)
+    def _named(self, file: Field, sha256: Field) -> "NamedModel":
+        return NamedModel(self.path, Path(os.path.normpath(self.path.parent / file.file())), sha256.sha256())
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A mapped model as one of the files names it: by whom, where it should lie, and the SHA-256 sum it had."""
+    """A model as one of the files names it: by whom, where it should lie, and the SHA-256 sum it had."""
 
     by: Path
     path: Path
@@ -128,36 +95,49 @@ def find_files(folder: str | os.PathLike[str]) -> list[ReportFile]:
     if not place.is_dir():
         raise InputError(f"folder to report on '{place}' {'is not a folder' if place.exists() else 'does not exist'}")
     found = [file for path in sorted(place.glob("*.json")) if (file := _read(path)) is not None]
-    if not found:
-        raise InputError(
-            f"'{place}' holds nothing to report on: no JSON file of {', '.join(COMMANDS.values())} lies in it"
-        )
+    if all(file.kind == EXPORT for file in found):
+        writers = ", ".join(command for kind, command in COMMANDS.items() if kind != EXPORT)
+        raise InputError(f"'{place}' holds nothing to report on: no JSON file of {writers} lies in it")
     return found
 
 
 def _read(path: Path) -> ReportFile | None:
     try:
         text = existing_file(path, "JSON file").read_text(encoding="utf-8")
-        content = json.loads(text)
     except UnicodeDecodeError:
         return None
-    except (ValueError, RecursionError) as error:
-        # A file of another tool need not be valid JSON (trtexec's may not be); one of ours says so at its head.
-        if not text.strip() or '"moetrt.' in text[:200]:
-            raise InputError(f"'{path}' is cut off, or was changed: it is no JSON ({error})") from error
+    # A file of another tool need not be valid JSON (trtexec's may not be); one of ours says so at its head.
+    ours = not text.strip() or '"moetrt.' in text[:200]
+    try:
+        content = parsed(path, text)
+    except InputError:
+        if ours:
+            raise
         return None
-    name = content.get("format") if isinstance(content, dict) else None
-    if not isinstance(name, str):
+    if isinstance(content, list) and ours:
+        raise InputError(f"'{path}': its content was a list; an object is taken: write it again with what made it")
+    if not isinstance(content, dict):
         return None
-    kind, _, version = name.partition("/")
+    name = content.get("format")
+    kind, _, version = name.partition("/") if isinstance(name, str) else ("", "", "")
     if kind not in COMMANDS:
-        return None
+        if kind in OTHERS or not (kind.startswith("moetrt.") or _is_signed(content)):
+            return None
+        raise InputError(
+            f"'{path}': its format was {shown(name)}; {', '.join(f'{kind}/{VERSION}' for kind in COMMANDS)} are taken"
+        )
     if version != str(VERSION):
         raise InputError(
             f"'{path}': its format was {name}; this version of moetrt reads {kind}/{VERSION}: write it again with "
             f"{COMMANDS[kind]}"
         )
-    return ReportFile(path, kind, content)
+    return ReportFile(path, kind, Field(path, f"{kind}/{VERSION}", COMMANDS[kind], "", content))
+
+
+def _is_signed(content: Mapping[str, Any]) -> bool:
+    """Whether a JSON object says, apart from its format, that moetrt made it: from Python, the command is null."""
+    made = content.get("command", "")
+    return "versions" in content and (made is None or str(made).startswith("moetrt "))
 
 
 def only_model(files: list[ReportFile]) -> NamedModel | None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,7 @@ def _visible(value: object) -> object:
     return visible(value) if type(value) is str else value
 
 
+@cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("moetrt.report", "templates"),
@@ -151,7 +153,7 @@ def _environment() -> Environment:
         "one_line": lambda text: " ".join(str(text).split()),
         "indented": lambda text: "\n".join(f"    {line}" for line in text.splitlines()),
     }
-    environment.globals["shape_path"] = drawings.shape_path
+    environment.globals |= {"shape_path": drawings.shape_path, "runners": runners}
     return environment
 
 
@@ -206,6 +208,24 @@ def _escaped_markdown(text: object) -> str:
 _UNFUSED = "onnxruntime-unmapped"
 """The runner that others are held against; its own verdict is in the table."""
 
+_RUNNERS = {
+    "pytorch": "PyTorch in the model's own dtype: the model as PyTorch runs it, in the type that its weights have",
+    "onnxruntime": "ONNX Runtime on the mapped file; of a tail, on the function that the file has for its node",
+    _UNFUSED: "ONNX Runtime on the file before mapping, the unfused path",
+    "kernel-host": "the plugin's own kernel, its CUDA source compiled for the CPU and run on the tail's inputs",
+    "tensorrt": "the TensorRT engine with the plugin, on the GPU",
+    "tensorrt-without-plugin": "the TensorRT engine of the same file without the plugin, on the GPU",
+}
+"""What each runner is."""
+
+
+def runners(facts: ParityFacts) -> dict[str, str]:
+    """What was run in a comparison, in a few words each."""
+    ran = {"pytorch", *(output.runner for output in facts.outputs)}
+    ran |= {_UNFUSED} if any(output.has_unfused for output in facts.outputs) else set()
+    return {name: text for name, text in _RUNNERS.items() if name in ran}
+
+
 _PARITY_LEGEND = (
     ("pytorch", "PyTorch in the model's own dtype"),
     ("unfused", "the unfused path, in ONNX Runtime before mapping"),
@@ -234,10 +254,15 @@ def parity_plots(facts: ParityFacts) -> list[Drawing]:
             Row(label.removeprefix("layer ") if layers else label, _error_marks(group))
             for label, group in zip(labels, by_tail.values(), strict=True)
         ]
-        legend = _legend(outputs, [(runner, runner) for runner in dict.fromkeys(o.runner for o in outputs)])
+        legend = _legend(outputs, [(_series(runner), runner) for runner in dict.fromkeys(o.runner for o in outputs)])
         title, described = f"Error of each tail's {name}", _described(outputs)
         plots.append(series_plot(title, described, rows, legend, _ERROR_AXIS, along="layer" if layers else ""))
     return plots
+
+
+def _series(runner: str) -> str:
+    """The class of a runner's marks; one that has none of its own looks like any."""
+    return runner if runner in drawings.SHAPE_OF else "runner"
 
 
 def _legend(outputs: Sequence[OutputParity], runners: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -253,7 +278,7 @@ def _error_marks(outputs: Sequence[OutputParity], series: str | None = None) -> 
         figures.append(("pytorch", output.pytorch_rms, "PyTorch"))
         if output.has_unfused:
             figures.append(("unfused", output.unfused_rms, "unfused path"))
-    figures += [(series or output.runner, output.rms, output.runner) for output in outputs]
+    figures += [(series or _series(output.runner), output.rms, output.runner) for output in outputs]
     label = outputs[0].label
     return tuple(Mark(kind, at, at, f"{label}: {who} {scientific(at)}") for kind, at, who in dict.fromkeys(figures))
 
