@@ -50,7 +50,7 @@ def test_the_files_are_where_the_summary_says(result: demo.DemoResult) -> None:
     files = {path.name for path in result.folder.iterdir()}
     named = {"model.onnx", "model.onnx.data", "mapped.onnx", "mapping.json", "plugin.engine", "baseline.engine"}
     report = {"parity.json", "report.html", "report.json", "report.md"}
-    assert files == named | report | {"plugin.engine.json", "baseline.engine.json"}
+    assert files == named | report | {"model.onnx.json", "plugin.engine.json", "baseline.engine.json"}
     assert json.loads((result.folder / "mapping.json").read_text())["mapped"] == 3
     onnx.checker.check_model(result.folder / "mapped.onnx", full_check=True)
 

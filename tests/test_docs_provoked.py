@@ -104,7 +104,10 @@ COMMANDS: list[tuple[str, str] | tuple[str, str, int]] = [
         "dimension … of input '…' was …, but '…' is … already",
     ),
     (f"compare {{w}}/no_tail.onnx --against {B}", "'…' has the inputs …; … has …: is it this model's file?"),
-    (f"compare {{m}} --against {B} --dtype fp16", "input '…' of '…' is …, of … …; they must be the same"),
+    (
+        f"compare {{m}} --against {B} --dtype fp16",
+        "the weights of '…' are …, those of … were loaded as …; a source of the file's own type is taken (--dtype …)",
+    ),
     (f"compare {{m}} --against {B} --experts-implementation eager", "… is no Transformers model: …"),
     (f"compare {{m}} --against {B} --unmapped {{w}}/no_tail.onnx", "'…' is not the file that '…' was mapped from: …"),
     (f"compare {{m}} --against {B} --load-inputs {{w}}/text.onnx", "inputs file '…' is not in Polygraphy's format: …"),
