@@ -122,6 +122,7 @@ def all_sites_without_their_norm(variant: Variant) -> dict[str, object]:
             "MoEFinalizeAdd without its norm",
         ),
         (lambda row: changed(row, parity=row.variants["fp32"].parity[1:]), "compared on 1 shapes; 2 are wanted"),
+        (lambda row: changed(row, excess=("logits: too much",)), "fp32: logits: too much"),
         (lambda row: changed(row, plugin_layers=1), "1 plugin layers, for 2 MoE layers"),
         (lambda row: changed(row, native_plugin_layers=2), "2 plugin layers in the engine without the plugin"),
     ],
