@@ -3,6 +3,7 @@
 import onnx
 import onnx_ir as ir
 
+from moetrt.inference import prepare
 from moetrt.onnx_files import without_external_data
 from moetrt.onnx_op import attach_functions, remove_functions
 from moetrt.quiet import quiet
@@ -62,7 +63,7 @@ def fill_in_types(model: ir.Model) -> None:
 
 def _infer(model: ir.Model) -> None:
     try:
-        proto = onnx.shape_inference.infer_shapes(without_external_data(ir.to_proto(model)), data_prop=True)
+        proto = onnx.shape_inference.infer_shapes(prepare(without_external_data(ir.to_proto(model))), data_prop=True)
     except Exception:  # onnx raises its own InferenceError, and ValueError from its parts
         return
     _fill(model.graph, proto.graph)
@@ -101,7 +102,8 @@ def _fill_symbols(model: ir.Model) -> None:
         if value is None:
             continue
         known = ir.from_proto(info)
-        value.dtype = value.dtype or known.dtype
+        # It gives a shape to what it does not know the dtype of, which then is UNDEFINED.
+        value.dtype = value.dtype or known.dtype or None
         if _has_unknown(value):
             value.shape = known.shape or value.shape
 
@@ -151,7 +153,7 @@ def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:
             if info is None:
                 continue
             found = ir.from_proto(info)
-            value.dtype = value.dtype or found.dtype
+            value.dtype = value.dtype or found.dtype or None
             if value.shape is None:
                 value.shape = found.shape
         for attribute in inner[node.outputs[0].name or ""].attribute if node.outputs[0].name in inner else ():
