@@ -22,7 +22,7 @@ from moetrt.errors import InputError, InputTypeError
 from moetrt.mapping import TAILS_EXPECTED, map_file, map_model
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
-from moetrt.segments import forms, routers
+from moetrt.segments import forms, routers, untyped
 from tests.equivalence import compare_models
 from tests.mapping_checks import assert_same_numbers, declined, mapped, matched, only, operators
 from tests.mapping_graphs import FLOAT, FURTHER_FORMS, HIDDEN, Graph, NormForm, feeds, full_tail
@@ -1159,7 +1159,7 @@ def test_map_of_int64_is_named() -> None:
 
 def test_the_report_names_every_form() -> None:
     """What `Site.form` is documented to be is what the modules that find tails call their forms."""
-    modules = [*vars(forms).values(), routers, mapping_report]
+    modules = [*vars(forms).values(), routers, untyped, mapping_report]
     names = {
         value
         for module in modules

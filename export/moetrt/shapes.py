@@ -102,8 +102,7 @@ def _fill_symbols(model: ir.Model) -> None:
         if value is None:
             continue
         known = ir.from_proto(info)
-        # It gives a shape to what it does not know the dtype of, which then is UNDEFINED.
-        value.dtype = value.dtype or known.dtype or None
+        _set_dtype(value, known)
         if _has_unknown(value):
             value.shape = known.shape or value.shape
 
@@ -143,6 +142,12 @@ def _has_unknown(value: ir.Value) -> bool:
     return value.shape is None or any(_is_unknown(size) for size in value.shape)
 
 
+def _set_dtype(value: ir.Value, found: ir.Value) -> None:
+    """Gives ``value`` the dtype of ``found``, which is UNDEFINED where only a shape was inferred."""
+    if value.dtype is None and found.dtype not in (None, ir.DataType.UNDEFINED):
+        value.dtype = found.dtype
+
+
 def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:
     """Names are unique in one graph, not across the branches of an If: graphs are walked side by side."""
     inferred = {info.name: info for info in (*proto.value_info, *proto.output)}
@@ -153,7 +158,7 @@ def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:
             if info is None:
                 continue
             found = ir.from_proto(info)
-            value.dtype = value.dtype or found.dtype or None
+            _set_dtype(value, found)
             if value.shape is None:
                 value.shape = found.shape
         for attribute in inner[node.outputs[0].name or ""].attribute if node.outputs[0].name in inner else ():
