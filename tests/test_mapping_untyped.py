@@ -85,7 +85,7 @@ def test_a_sum_of_unknown_dtype_is_a_site_beside_one_that_is_mapped(form: Callab
     assert (report.found, report.mapped, report.complete) == (2, 1, False)
     (site,) = report.unmatched
     assert (site.form, site.operator) == ("untyped", None)
-    assert "which Custom 'node_custom_" in (site.reason or "")
+    assert "(from Custom 'node_custom_" in (site.reason or "")
     assert "has no known dtype: give it a value_info" in (site.reason or "")
 
 
@@ -97,7 +97,7 @@ def test_a_sum_of_unknown_rank_is_a_site() -> None:
     info.type.tensor_type.elem_type = TensorProto.FLOAT
     g.values.append(info)
     (site,) = map_model(ir.from_proto(g.proto("acme"))).unmatched
-    assert f"'{unknown}', which Custom 'node_{unknown}' makes, has no known rank" in (site.reason or "")
+    assert f"'{unknown}' (from Custom 'node_{unknown}') has no known rank" in (site.reason or "")
 
 
 @pytest.mark.parametrize("form", [of_weights, of_rows, of_map, of_routes])
@@ -126,7 +126,7 @@ def test_the_operands_of_a_captured_node_need_a_dtype(place: int) -> None:
     (site,) = map_model(ir.from_proto(g.proto("acme"))).sites
     assert (site.operator, site.matched) == ("MoEFinalizeAdd", False)
     name = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")[place]
-    assert (site.reason or "").startswith(f"{name} 'untyped', which Custom 'experts' makes, has no known dtype")
+    assert (site.reason or "").startswith(f"{name} 'untyped' (from Custom 'experts') has no known dtype")
 
 
 @pytest.mark.parametrize("gated", [False, True])

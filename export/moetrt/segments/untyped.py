@@ -41,7 +41,7 @@ def unknown_of(value: ir.Value) -> str:
         if before is not None:
             value, what = before, _lacks(before)
     node = value.producer()
-    made = "" if node is None else f", which {named(node)} makes,"
+    made = "" if node is None else f" (from {named(node)})"
     return (
         f"'{value.name}'{made} has no known {what}: give it a value_info, or run a shape inference on the file that "
         "knows its operator"
