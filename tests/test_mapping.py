@@ -962,6 +962,14 @@ def test_case21_nothing_found_is_never_silent(tmp_path: Path) -> None:
     assert not report.complete
 
 
+def test_case21_sums_without_their_norm_are_counted() -> None:
+    g = Graph()
+    g.output(g.op("LayerNormalization", g.routed(), g.vector(1), g.vector(2)))
+    report = map_model(g.model())
+    assert report.summary() == "tails: 1 found, unknown expected, 0 mapped whole, 1 without their norm"
+    assert (report.as_dict()["mapped"], report.complete) == (0, False)
+
+
 def test_case21_fewer_than_expected() -> None:
     model = full_tail().model()
     model.metadata_props[TAILS_EXPECTED] = "2"
