@@ -23,9 +23,14 @@ def layer() -> tuple[Graph, str]:
 
 
 def with_body(kind: str, constants: str = "initializers") -> ir.Model:
-    """The layer in a body; the constants stay outside, or are defaults of inputs that nobody has to give."""
+    """The layer in a body; the constants stay outside, are computed inside, or are defaults of inputs."""
     g, result = layer()
     inner, g.nodes = g.nodes, []
+    if constants == "computed":
+        computed = [node for node in inner if node.op_type in ("Unsqueeze", "ReduceSum", "ReduceMean")]
+        for number, node in enumerate(computed):
+            inner.insert(0, helper.make_node("Reshape", [node.input[1], g.ints(1)], [f"axes_{number}"]))
+            node.input[1] = f"axes_{number}"
     info = helper.make_tensor_value_info(result, TensorProto.FLOAT, ["T", HIDDEN])
     body = helper.make_graph(inner, "body", [], [info])
     if kind == "If":
@@ -66,7 +71,7 @@ def with_body(kind: str, constants: str = "initializers") -> ir.Model:
     return ir.from_proto(proto)
 
 
-@pytest.mark.parametrize("constants", ["initializers", "nodes"])
+@pytest.mark.parametrize("constants", ["initializers", "nodes", "computed"])
 @pytest.mark.parametrize("kind", ["If", "Loop", "Scan"])
 def test_the_outer_constants_of_a_body_are_seen(kind: str, constants: str) -> None:
     before = with_body(kind, constants)
