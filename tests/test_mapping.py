@@ -22,7 +22,7 @@ from moetrt.errors import InputError, InputTypeError
 from moetrt.mapping import TAILS_EXPECTED, map_file, map_model
 from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import operator_of
-from moetrt.segments import forms, routers
+from moetrt.segments import forms, routers, untyped
 from tests.equivalence import compare_models
 from tests.mapping_checks import assert_same_numbers, declined, mapped, matched, only, operators
 from tests.mapping_graphs import FLOAT, FURTHER_FORMS, HIDDEN, Graph, NormForm, feeds, full_tail
@@ -962,6 +962,14 @@ def test_case21_nothing_found_is_never_silent(tmp_path: Path) -> None:
     assert not report.complete
 
 
+def test_case21_sums_without_their_norm_are_counted() -> None:
+    g = Graph()
+    g.output(g.op("LayerNormalization", g.routed(), g.vector(1), g.vector(2)))
+    report = map_model(g.model())
+    assert report.summary() == "tails: 1 found, unknown expected, 0 mapped whole, 1 without their norm"
+    assert (report.as_dict()["mapped"], report.complete) == (0, False)
+
+
 def test_case21_fewer_than_expected() -> None:
     model = full_tail().model()
     model.metadata_props[TAILS_EXPECTED] = "2"
@@ -1159,7 +1167,7 @@ def test_map_of_int64_is_named() -> None:
 
 def test_the_report_names_every_form() -> None:
     """What `Site.form` is documented to be is what the modules that find tails call their forms."""
-    modules = [*vars(forms).values(), routers, mapping_report]
+    modules = [*vars(forms).values(), routers, untyped, mapping_report]
     names = {
         value
         for module in modules

@@ -16,6 +16,7 @@ from polygraphy.logger import G_LOGGER
 from moetrt.errors import MoetrtError
 from moetrt.inlining import inline_functions, normalise_domains
 from moetrt.mapping import map_model
+from moetrt.onnx_files import proto_of
 from moetrt.onnx_op import remove_functions
 from moetrt.spec import DOMAIN, OPERATORS
 
@@ -120,7 +121,7 @@ def _mapped_copy(graph: gs.Graph) -> _Copy:
         raise  # critical has raised
     for site in report.unmatched:
         G_LOGGER.warning(f"[moetrt] {site.name}: {site.became}")
-    copy = gs.import_onnx(ir.to_proto(model))
+    copy = gs.import_onnx(proto_of(model))
     new = {id(theirs): theirs for theirs, ours in zip(copy.nodes, model.graph, strict=True) if ours not in before}
     top_level = {node.name for node in copy.nodes}
     for site in report.sites:

@@ -15,7 +15,15 @@ from moetrt.files import Named, check_distinct, output_file, write_atomically
 from moetrt.inlined import plain_choices
 from moetrt.inlining import inline_functions, normalise_domains
 from moetrt.mapping_report import MAPPED_FORM, MappingReport, ModelFile, Site
-from moetrt.onnx_files import OLDEST_OPSET, data_path_of, files_of, load_model, save_model, without_external_data
+from moetrt.onnx_files import (
+    OLDEST_OPSET,
+    data_path_of,
+    files_of,
+    load_model,
+    proto_of,
+    save_model,
+    without_external_data,
+)
 from moetrt.onnx_op import (
     OPSET_VERSION,
     attach_functions,
@@ -33,6 +41,8 @@ from moetrt.segments.rms_norm import RmsNorm
 from moetrt.segments.routers import FORM as ROUTER_FORM
 from moetrt.segments.routers import is_routed, router_behind, unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
+from moetrt.segments.untyped import FORM as UNTYPED_FORM
+from moetrt.segments.untyped import unknown_of, untyped_routers, untyped_sum
 from moetrt.shapes import fill_in_shapes, fill_in_unknown, name_dimensions
 from moetrt.spec import (
     DOMAIN,
@@ -129,11 +139,14 @@ def _collections_paused() -> Iterator[None]:
 
 @_collections_paused()
 def inference_problem(model: ir.Model) -> str | None:
-    """What strict shape inference says against ``model``, on one line; None where it is content."""
+    """What strict shape inference says against ``model``, on one line; None where it is content.
+
+    Raises:
+        RuntimeError: as of `moetrt.onnx_files.proto_of`.
+    """
+    proto = without_external_data(proto_of(model))
     try:
-        onnx.shape_inference.infer_shapes(
-            without_external_data(ir.to_proto(model)), check_type=True, strict_mode=True, data_prop=True
-        )
+        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:  # onnx raises its own InferenceError, and ValueError from its parts
         return " ".join(str(error).split())
     return None
@@ -163,13 +176,14 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     fill_in_shapes(model)
     if plain_choices(model):
         fill_in_unknown(model)
-    mapper = _Mapper({node.name for node in _all_nodes(model) if node.name})
+    mapper = _Mapper(_names(model))
     for graph in model.graphs():
         for node in list(graph):
             if node.graph is graph:
                 mapper.map_node(node)
     heard = [*_routed_operands(model), *mapper.left_alone]
-    sites = mapper.sites + [_router_site(node, reason) for node, reason in unheard_routers(_all_nodes(model), heard)]
+    routers = [*unheard_routers(_all_nodes(model), heard), *untyped_routers(_all_nodes(model), heard)]
+    sites = mapper.sites + [_node_site(node, ROUTER_FORM, reason) for node, reason in routers]
     report = MappingReport(sites, _expected(model), sort_topk(model), notes)
     for value, shape in unnamed.items():
         value.shape = shape
@@ -239,10 +253,23 @@ def _ends_a_layer(seed: Seed) -> bool:
     return grown.norm is not None and bool(grown.tail.terms)
 
 
+def _names(model: ir.Model) -> set[str]:
+    """The names of all nodes and values, and of the scopes that they say they are in."""
+    names: set[str] = set()
+    for graph in model.graphs():
+        values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+        for name in filter(None, (*(node.name for node in graph), *(value.name for value in values))):
+            while name and name not in names:
+                names.add(name)
+                name = name.rpartition("/")[0]
+    return names
+
+
 class _Mapper:
-    """Maps tails one after another and keeps what they became; node names stay unique.
+    """Maps tails one after another and keeps what they became; names stay unique.
 
     Attributes:
+        names: taken already, by nodes, values or scopes. What is written for a plugin node is in a scope of its name.
         left_alone: what the tails that were not mapped are made from.
     """
 
@@ -258,10 +285,15 @@ class _Mapper:
             self.sites.append(_site(node, [], MAPPED_FORM, True, None))
             return
         seed = seed_at(node)
+        unknown = untyped_sum(node) if seed is None else None
+        if unknown is not None:
+            self.left_alone += [value for value in node.inputs if value is not None]
+            self.sites.append(_node_site(node, UNTYPED_FORM, unknown))
         if seed is None or (seed.may_be_pooling and not _ends_a_layer(seed)):
             return
-        if seed.problem is not None:
-            self.sites.append(self._leave(seed, seed.problem))
+        problem = seed.problem or _unknown_operand(seed)
+        if problem is not None:
+            self.sites.append(self._leave(seed, problem))
             return
         self.sites.append(self._map_seed(seed))
 
@@ -367,6 +399,15 @@ class _Mapper:
             number += 1
             candidate = f"{name}_{number}"
         return candidate
+
+
+def _unknown_operand(seed: Seed) -> str | None:
+    """Which of the seed's operands has no known dtype, or comes with no known rank: it may be any other."""
+    for key, operand in seed.operands.items():
+        has_rank = operand.reshape_to is not None or operand.make is not None or rank(operand.value) is not None
+        if operand.value.dtype is None or not has_rank:
+            return f"{key} {unknown_of(operand.value)}"
+    return None
 
 
 def _sum_attributes(seed: Seed, tail: Tail, shared: Term | None) -> dict[str, float | int]:
@@ -543,12 +584,12 @@ def _left_alone(seed: Seed, reason: str | None) -> Site:
     )
 
 
-def _router_site(node: ir.Node, reason: str) -> Site:
-    """The site of a router whose experts reach no tail that was found."""
+def _node_site(node: ir.Node, form: str, reason: str) -> Site:
+    """The site of a node that shows that there is a tail, which was not found."""
     scope = _scope(node)
     return Site(
         name=f"{scope} ({named(node)})" if scope else named(node),
-        form=ROUTER_FORM,
+        form=form,
         operator=None,
         matched=False,
         reason=reason,

@@ -36,8 +36,8 @@ class Site:
     Attributes:
         name: the plugin node's name, else the name of the node where the tail was found.
         form: how the graph spelled it: "finalize node" (capture's), "gather", "rows by route", "one-hot",
-            "all experts", "capacity", "loop", "index_add", "mapped before", or "router": a TopK whose experts reach no
-            tail that was found.
+            "all experts", "capacity", "loop", "index_add", "mapped before", "untyped": a sum that may be one but for a
+            value of unknown dtype or rank, or "router": a TopK whose experts reach no tail that was found.
         operator: the plugin node that is there now, or None.
         matched: whether all that belongs to the tail is in that node.
         reason: where not, the first thing that kept it out, in words.
@@ -146,9 +146,11 @@ class MappingReport:
         return self.mapped == self.found == expected and (self.found > 0 or self.expected == 0)
 
     def summary(self) -> str:
-        """One line: how many were found, expected and mapped."""
+        """One line: how many were found, expected and mapped, and of how many only the sum was."""
         expected = "unknown" if self.expected is None else str(self.expected)
-        return f"tails: {self.found} found, {expected} expected, {self.mapped} mapped"
+        partly = sum(site.operator is not None for site in self.unmatched)
+        mapped = f"{self.mapped} mapped whole, {partly} without their norm" if partly else f"{self.mapped} mapped"
+        return f"tails: {self.found} found, {expected} expected, {mapped}"
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""

@@ -254,6 +254,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
         InputError: the model does not pass onnx.checker, the folder cannot be written or has too little space for the
             data file, or as of `moetrt.files.output_file`.
         InputTypeError: ``path`` is no path.
+        RuntimeError: as of `proto_of`.
     """
     target = output_file(path)
     data_path = data_path_of(target)
@@ -272,7 +273,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
                 _write_data(moved, stack.enter_context(write_atomically(data_path)), data_path, progress)
             for place, tensor in kept:
                 place.put(tensor)
-            proto = ir.to_proto(model)
+            proto = proto_of(model)
             check_proto(proto, target)
             temporary.write_bytes(proto.SerializeToString(deterministic=True))
     except BaseException as error:
@@ -399,6 +400,22 @@ def _check_space(parts: Sequence[_Part], sources: Mapping[str, int], target: int
         beside = "; an output in the folder of the data files it was read with needs none" if sources else ""
         raise InputError(f"data file '{data_path}' needs {total} bytes, but its disk has {free} bytes free{beside}")
     return total
+
+
+def proto_of(model: ir.Model) -> onnx.ModelProto:
+    """``model`` as a message.
+
+    Raises:
+        RuntimeError: a fault of whoever made ``model``: a part of it cannot be written. The text is the innermost one
+            of onnx_ir's chain of errors, each of which has a part of the model in it.
+    """
+    try:
+        return ir.to_proto(model)
+    except Exception as error:  # onnx_ir raises whatever its parts raise
+        innermost: BaseException = error
+        while innermost.__cause__ is not None:
+            innermost = innermost.__cause__
+        raise RuntimeError(f"the model cannot be written: {type(innermost).__name__}: {innermost}") from error
 
 
 def without_external_data(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -1,11 +1,15 @@
 """Values of a graph get the dtypes and shapes that onnx infers: what the mapper compares."""
 
+import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx import numpy_helper
 
+from moetrt.inference import prepare
 from moetrt.onnx_files import without_external_data
 from moetrt.onnx_op import attach_functions, remove_functions
 from moetrt.quiet import quiet
+from moetrt.segments.constants import ints
 from moetrt.segments.reading import FLOAT_DTYPES, dim, is_op, rank
 
 
@@ -35,6 +39,7 @@ def fill_in_shapes(model: ir.Model) -> None:
     values = [value for graph in model.graphs() for node in graph for value in node.outputs]
     if any(value.dtype is None or value.shape is None for value in values):
         _fill_by_onnx(model)
+        _fill_bodies(model)
     if any(_lacks_width(node) for graph in model.graphs() for node in graph):
         _fill_symbols(model)
 
@@ -62,10 +67,51 @@ def fill_in_types(model: ir.Model) -> None:
 
 def _infer(model: ir.Model) -> None:
     try:
-        proto = onnx.shape_inference.infer_shapes(without_external_data(ir.to_proto(model)), data_prop=True)
+        given = without_external_data(ir.to_proto(model))
+        _compute_sizes(model.graph, given.graph)
+        proto = onnx.shape_inference.infer_shapes(prepare(given), data_prop=True)
     except Exception:  # onnx raises its own InferenceError, and ValueError from its parts
         return
     _fill(model.graph, proto.graph)
+
+
+def _fill_bodies(model: ir.Model) -> None:
+    """Gives unknown dimensions in bodies what is inferred once the dtypes of the numbers that they come from are known.
+
+    A TopK's K may be computed by a few nodes; of the outer graph's own, `_fill_symbols` knows them.
+    """
+    bodies = [graph for graph in model.graphs() if graph is not model.graph]
+    values = [value for graph in bodies for node in graph for value in node.outputs]
+    unknown = [value for value in values if _has_unknown(value)]
+    while unknown:
+        before = {value: value.shape for value in unknown}
+        for value in before:
+            value.shape = None
+        _fill_by_onnx(model)
+        for value, shape in before.items():
+            value.shape = value.shape or shape
+        unknown = [value for value in before if _has_unknown(value)]
+        if len(unknown) == len(before):
+            return
+
+
+def _compute_sizes(graph: ir.Graph, proto: onnx.GraphProto, *, inner: bool = False) -> None:
+    """Nodes of a body that compute the same small integers on every run become Constant nodes, in ``proto`` alone."""
+    own = {node.outputs[0].name or "": node for node in graph}
+    for node in proto.node:
+        ours = own.get(node.output[0])
+        if ours is None:
+            continue
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _compute_sizes(ours.attributes[attribute.name].as_graph(), attribute.g, inner=True)
+        value = ours.outputs[0]
+        if not inner or value.dtype != ir.DataType.INT64 or is_op(ours, "Constant"):
+            continue
+        numbers = ints(value)
+        if numbers is not None:
+            array = np.array(numbers, dtype=np.int64).reshape(value.shape.numpy() if value.shape is not None else -1)
+            node.CopyFrom(onnx.helper.make_node("Constant", [], [node.output[0]], value=numpy_helper.from_array(array)))
 
 
 def _fill_by_onnx(model: ir.Model) -> None:
@@ -101,7 +147,7 @@ def _fill_symbols(model: ir.Model) -> None:
         if value is None:
             continue
         known = ir.from_proto(info)
-        value.dtype = value.dtype or known.dtype
+        _set_dtype(value, known)
         if _has_unknown(value):
             value.shape = known.shape or value.shape
 
@@ -141,6 +187,12 @@ def _has_unknown(value: ir.Value) -> bool:
     return value.shape is None or any(_is_unknown(size) for size in value.shape)
 
 
+def _set_dtype(value: ir.Value, found: ir.Value) -> None:
+    """Gives ``value`` the dtype of ``found``, which is UNDEFINED where only a shape was inferred."""
+    if value.dtype is None and found.dtype not in (None, ir.DataType.UNDEFINED):
+        value.dtype = found.dtype
+
+
 def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:
     """Names are unique in one graph, not across the branches of an If: graphs are walked side by side."""
     inferred = {info.name: info for info in (*proto.value_info, *proto.output)}
@@ -151,7 +203,7 @@ def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:
             if info is None:
                 continue
             found = ir.from_proto(info)
-            value.dtype = value.dtype or found.dtype
+            _set_dtype(value, found)
             if value.shape is None:
                 value.shape = found.shape
         for attribute in inner[node.outputs[0].name or ""].attribute if node.outputs[0].name in inner else ():

@@ -28,6 +28,7 @@ from moetrt.segments.reading import (
 from moetrt.segments.rms_norm import RmsNorm, find_rms_norm, what_follows
 from moetrt.segments.sizes import first_unequal, is_named
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
+from moetrt.segments.untyped import unknown_of
 
 _WIDENED = "InsertedPrecisionFreeCast_"
 """What ONNX Runtime calls values that it computes in float32 because the CPU has no operator for float16."""
@@ -256,6 +257,8 @@ def _add(tail: Tail, node: ir.Node, seed: Seed) -> None:
         raise _Stop(
             f"{named(node)} is a third addition after the experts' sum; a shared expert and a residual are taken"
         )
+    if other.dtype is None or dims(other) is None:
+        raise _Stop(f"{named(node)} adds a value, but {unknown_of(other)}")
     if not same_shape(value, other):
         raise _Stop(f"{named(node)} adds '{other.name}' of shape {dims(other)} to {dims(value)}: not the same shape")
     sizes = _sizes(tail, seed)
