@@ -386,17 +386,26 @@ def without_sizes(g: Graph) -> onnx.ModelProto:
     return model
 
 
-def test_a_sum_whose_k_has_a_default_that_can_be_overridden_stays() -> None:
+def experts_sum(choose: Callable[[Graph, str], tuple[str, str]]) -> ir.Model:
+    """A residual and a norm after the weighted sum over the experts that are chosen."""
     g = Graph()
-    x, k = g.input("x", ["T", H]), g.input("k", [1], INT64)
-    g.const([K], INT64, name="k")
-    weights = g.op("TopK", g.op("Softmax", g.op("MatMul", x, g.const(np.ones((H, E))))), k, count=2)
-    rows = g.op("Gather", g.const(np.ones((E, H, H))), g.nodes[-1].output[1])
+    x = g.input("x", ["T", H])
+    numbers = np.random.default_rng(3)
+    weights, ids = choose(g, g.op("Softmax", g.op("MatMul", x, g.const(numbers.normal(size=(H, E))))))
+    rows = g.op("Gather", g.const(numbers.normal(size=(E, H, H))), ids)
     rows = g.op("Squeeze", g.op("MatMul", g.op("Unsqueeze", x, g.ints(1, 2)), rows), g.ints(2))
     routed = g.op("ReduceSum", g.mul(rows, g.op("Unsqueeze", weights, g.ints(-1))), g.ints(1), keepdims=0)
     hidden = g.add(routed, x)
     g.output(NormForm().write(g, hidden, rank=2), hidden)
-    model = ir.from_proto(without_sizes(g))
+    return ir.from_proto(without_sizes(g))
+
+
+def test_a_sum_whose_k_has_a_default_that_can_be_overridden_stays() -> None:
+    def choose(g: Graph, scores: str) -> tuple[str, str]:
+        g.const([K], INT64, name="k")
+        return g.op("TopK", scores, g.input("k", [1], INT64), count=2), g.nodes[-1].output[1]
+
+    model = experts_sum(choose)
     report = map_model(after := ir.from_proto(ir.to_proto(model)))
     (site,) = report.sites
     assert not report.complete
@@ -404,6 +413,27 @@ def test_a_sum_whose_k_has_a_default_that_can_be_overridden_stays() -> None:
     for count in (1, 3):
         feeds = {"x": np.ones((T, H), np.float32), "k": np.array([count])}
         assert all(difference.relative == 0 for difference in compare_models(model, after, feeds))
+
+
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_a_sum_over_some_of_all_that_were_sorted(end: str) -> None:
+    """As TorchScript writes a sort: a TopK of as many as the scores' shape says."""
+
+    def choose(g: Graph, scores: str) -> tuple[str, str]:
+        count = g.op("Gather", g.op("Shape", scores), g.ints(-1))
+        values = g.op("TopK", scores, count, count=2, largest=int(end == "first"))
+        ids = g.nodes[-1].output[1]
+        bounds = (0, K) if end == "first" else (-K, np.iinfo(np.int64).max)
+        starts, ends = (g.op("Constant", value_ints=[bound]) for bound in bounds)
+        first, second = (g.op("Slice", value, starts, ends, g.ints(1)) for value in (values, ids))
+        return first, second
+
+    model = experts_sum(choose)
+    report = map_model(after := ir.from_proto(ir.to_proto(model)))
+    assert (report.found, report.complete) == (1, True), [site.became for site in report.sites]
+    feeds = {"x": np.random.default_rng(1).normal(size=(T, H)).astype(np.float32)}
+    for difference in compare_models(model, after, feeds):
+        assert difference.relative < 2e-6, str(difference)
 
 
 def test_rows_in_a_shape_that_can_be_overridden_stay() -> None:
