@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from moetrt.mapping_report import Site
 from moetrt.onnx_op import named_inputs, operator_of
-from tests.equivalence import compare_models
+from tests.equivalence import compare_models, run_model
 from tests.mapping_checks import RELATIVE, mapped, only
 from tests.mapping_graphs import HIDDEN, ROWS, TOKENS, TOP_K, Graph, NormForm, feeds
 
@@ -134,6 +134,21 @@ def test_a_map_that_the_graph_shows_to_hold_no_less_than_minus_one_stays(mask: s
     site, after = check(g, masked.where_rows())
     assert site.matched, site.reason
     assert map_of(after) == raised
+
+
+@pytest.mark.parametrize(("what", "number"), [("rows", np.nan), ("rows", np.inf), ("weights", np.inf)])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_mask_drops_does_not_spread(form: str, what: str, number: float) -> None:
+    """In the graph before, 0 times it does in some of the forms."""
+    masked = Masked(">= 0", True)
+    _, after = check(masked.g, getattr(masked, form)())
+    given = feeds(masked.g.model())
+    given["map"] = np.arange(TOKENS * TOP_K).reshape(TOKENS, TOP_K) % (ROWS - 1) + 1
+    given["map"][1, 0] = -1
+    wanted = run_model(after, given)
+    given[what][(1, 0) if what == "weights" else 0] = number
+    for name, value in run_model(after, given).items():
+        np.testing.assert_array_equal(value, wanted[name])
 
 
 @pytest.mark.parametrize("mask", [">= 0", "!= -1"])
