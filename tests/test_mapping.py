@@ -506,7 +506,8 @@ def test_fused_forms_of_onnx_runtime_are_named() -> None:
 def bad_norm(change: str) -> Graph:
     g = Graph()
     hidden = g.add(g.routed(), g.input("residual", ["T", HIDDEN]))
-    eps = g.input("eps", [1]) if change == "eps" else g.const(-1e-6 if change == "negative eps" else 1e-6)
+    number = {"negative eps": -1e-6, "eps of columns": np.full(HIDDEN, 1e-6)}.get(change, 1e-6)
+    eps = g.input("eps", [1]) if change == "eps" else g.const(number)
     square = g.op("Pow", hidden, g.const(3.0 if change == "cube" else 2.0))
     reduce = "ReduceSum" if change == "sum" else "ReduceMean"
     shifted = g.add(g.op(reduce, square, g.ints(0 if change == "axis" else -1), keepdims=1), eps)
@@ -535,6 +536,7 @@ def bad_norm(change: str) -> Graph:
         ("sum", "sums the squares, but no division by H follows"),
         ("root", "does not divide the hidden state in a form that is known"),
         ("eps", "eps of the RMSNorm (Add 'node_add_4') is not a constant number"),
+        ("eps of columns", "eps of the RMSNorm (Add 'node_add_4') has shape [16]; one number is taken"),
         ("negative eps", "0 or more is taken"),
         ("gamma input", "gamma 'gamma' is an input of the graph, not a constant"),
         ("gamma computed", "gamma comes from Exp"),

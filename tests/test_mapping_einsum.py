@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from itertools import permutations
 
 import pytest
+from onnx import TensorProto, helper
 
 from moetrt.mapping import map_model
 from moetrt.mapping_report import MappingReport, Site
@@ -124,3 +125,40 @@ def test_other_einsums_are_no_tails(equation: str) -> None:
     last = g.input("token", ["T"]) if ",t-" in equation else weights
     g.output(g.op("Einsum", rows, weights, last, equation=equation))
     assert report_of(g).sites == []
+
+
+def ellipsis(equation: str, shapes: list[list[int | str]]) -> Graph:
+    """Rows that a router chose and weights, in an Einsum of dimensions without letters."""
+    g = Graph()
+    tokens = shapes[0][:-2]
+    scores = g.op("TopK", g.input("scores", [*tokens, E]), g.ints(TOP_K), axis=-1, count=2)
+    rows, others = g.input("rows", shapes[0]), []
+    for number, shape in enumerate(shapes[1:]):
+        others.append(scores if shape == [*tokens, TOP_K] else g.input(f"weights_{number}", shape))
+    first = equation.startswith("...kh")
+    total = g.op("Einsum", *([rows, *others] if first else [*others, rows]), equation=equation)
+    g.values.append(helper.make_tensor_value_info(total, TensorProto.FLOAT, [*tokens, HIDDEN]))
+    hidden = g.add(total, g.input("residual", [*tokens, HIDDEN]))
+    g.output(NormForm().write(g, hidden, rank=len(tokens) + 1), hidden)
+    return g
+
+
+@pytest.mark.parametrize("tokens", [["T"], ["B", "S"]])
+@pytest.mark.parametrize("equation", ["...kh,...k->...h", "...k,...kh->...h", "...k, ...kh -> ...h"])
+def test_an_ellipsis_stands_for_the_tokens(equation: str, tokens: list[int | str]) -> None:
+    matched(ellipsis(equation, [[*tokens, TOP_K, HIDDEN], [*tokens, TOP_K]]))
+
+
+def test_an_ellipsis_and_one_weight_a_place() -> None:
+    matched(ellipsis("...kh,k,...k->...h", [["T", TOP_K, HIDDEN], [TOP_K], ["T", TOP_K]]))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("...kh,...k->...h", [["T", TOP_K, HIDDEN], [TOP_K]]),  # of another rank: repeated
+        ("...kh,...k->...h", [["T", TOP_K, HIDDEN], [1, TOP_K]]),  # repeated
+    ],
+)
+def test_an_ellipsis_that_repeats_an_operand_is_no_tail(equation: str, shapes: list[list[int | str]]) -> None:
+    assert report_of(ellipsis(equation, shapes)).mapped == 0

@@ -15,7 +15,7 @@ from moetrt.onnx_op import make_model, named_inputs, operator_of
 from moetrt.spec import FINALIZE_ADD, FINALIZE_ADD_RMS_NORM, Operand, OperatorSpec
 from tests.equivalence import run_model, seeded_inputs
 from tests.foreign_graphs import by_onnxruntime, by_onnxscript, export_form, inputs_of
-from tests.mapping_graphs import Graph, NormForm
+from tests.mapping_graphs import SIZES, TOP_K, Graph, NormForm
 
 Inline = Callable[[onnx.ModelProto], onnx.ModelProto]
 
@@ -76,6 +76,33 @@ def test_entries_that_name_no_row_stay_as_they_were(tool: str, entry: int) -> No
     np.testing.assert_array_equal(value, wanted)
     tokens = np.isnan(value.reshape(-1, tensors["rows"].shape[-1])).any(axis=1).tolist()
     assert tokens == [entry > 0 and token == 2 for token in range(len(tokens))]
+
+
+def clamped_before() -> onnx.ModelProto:
+    """A graph whose map is clamped to 0, so that no row is dropped."""
+    g = Graph()
+    index = g.op("Max", g.input("map", ["T", TOP_K], onnx.TensorProto.INT64), g.const(0, onnx.TensorProto.INT64))
+    picked = g.op("Gather", g.input("rows", ["R", HIDDEN]), index)
+    products = g.mul(picked, g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1)))
+    hidden = g.add(g.op("ReduceSum", products, g.ints(1), keepdims=0), g.input("residual", ["T", HIDDEN]))
+    g.output(NormForm().write(g, hidden, rank=2), hidden)
+    return g.proto()
+
+
+@pytest.mark.parametrize("tool", INLINE)
+def test_a_map_that_was_clamped_before_the_body_is_taken_as_it_is(tool: str) -> None:
+    once = mapped(clamped_before())
+    again = ir.from_proto(INLINE[tool](once))
+    report = map_model(again)
+    assert report.complete, [site.became for site in report.sites]
+    count = SIZES["R"]
+    feeds = seeded_inputs(ir.from_proto(once), SIZES, seed=0, ranges={"map": (0, count)})
+    for entry in (-1, -2, 0, count - 1, count):
+        feeds["map"][1, 0] = entry
+        got, wanted = (run_model(model, feeds) for model in (again, ir.from_proto(once)))
+        for name, value in got.items():
+            np.testing.assert_array_equal(value, wanted[name])
+            assert np.isnan(value[1]).all() == (entry == count)
 
 
 def scaled(dtype: str) -> onnx.ModelProto:

@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from moetrt.mapping_report import Site
 from moetrt.onnx_op import named_inputs, operator_of
-from tests.equivalence import compare_models
+from tests.equivalence import compare_models, run_model
 from tests.mapping_checks import RELATIVE, mapped, only
 from tests.mapping_graphs import HIDDEN, ROWS, TOKENS, TOP_K, Graph, NormForm, feeds
 
@@ -134,6 +134,50 @@ def test_a_map_that_the_graph_shows_to_hold_no_less_than_minus_one_stays(mask: s
     site, after = check(g, masked.where_rows())
     assert site.matched, site.reason
     assert map_of(after) == raised
+
+
+@pytest.mark.parametrize(("what", "number"), [("rows", np.nan), ("rows", np.inf), ("weights", np.inf)])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_mask_drops_does_not_spread(form: str, what: str, number: float) -> None:
+    """In the graph before, 0 times it does in some of the forms."""
+    masked = Masked(">= 0", True)
+    _, after = check(masked.g, getattr(masked, form)())
+    given = feeds(masked.g.model())
+    given["map"] = np.arange(TOKENS * TOP_K).reshape(TOKENS, TOP_K) % (ROWS - 1) + 1
+    given["map"][1, 0] = -1
+    wanted = run_model(after, given)
+    given[what][(1, 0) if what == "weights" else 0] = number
+    for name, value in run_model(after, given).items():
+        np.testing.assert_array_equal(value, wanted[name])
+
+
+@pytest.mark.parametrize("mask", [">= 0", "!= -1"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("least", [0, -1, -2])
+def test_a_map_that_is_clamped_before_its_mask_is_taken_as_it_is(form: str, mask: str, least: int) -> None:
+    """Of a map clamped to 0 no row is dropped: an entry of -1 reads row 0, in the graph as in the operator."""
+    masked = Masked(mask, True)
+    g = masked.g
+    raised = g.op("Max", "map", g.const(least, INT64))
+    for node in g.nodes[:-1]:
+        node.input[:] = [raised if name == "map" else name for name in node.input]
+    g.nodes.insert(0, g.nodes.pop())
+    site, _ = check(g, getattr(masked, form)())
+    if form == "loop" and (mask, least) == ("!= -1", -2):
+        assert "mask where it is below 0" in str(site.reason)
+    else:
+        assert site.matched, site.reason
+
+
+def test_a_mask_of_the_map_before_it_was_clamped_drops_what_was_below_0() -> None:
+    """Two masks: one of the clamped map, which drops nothing, and one of the map before."""
+    masked = Masked(">= 0", True)
+    g = masked.g
+    of_clamped = g.op("GreaterOrEqual", masked.index, g.const(0, INT64))
+    index = g.op("Where", of_clamped, masked.index, g.const(0, INT64))
+    picked = g.op("Where", masked.column(of_clamped), g.op("Gather", "rows", index), g.const(0))
+    site, _ = check(g, masked.summed(g.op("Where", masked.column(masked.keep), picked, g.const(0)), "weights"))
+    assert site.matched, site.reason
 
 
 def test_a_captured_map_stays() -> None:

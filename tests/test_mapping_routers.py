@@ -214,10 +214,31 @@ def nearest_rows(self: Layers, x: Tensor, table: Tensor) -> Tensor:
     return self.layers["next"](table[best].mean(1))
 
 
+def soft_embedding(self: Layers, x: Tensor) -> Tensor:
+    """The best words' embeddings, weighed by their scores, go into the next layer."""
+    best, ids = torch.topk(self.layers["head"](x).softmax(-1), K)
+    return self.layers["next"]((self.layers["words"](ids) * best[..., None]).sum(1))
+
+
+def nearest_codes(self: Layers, x: Tensor) -> Tensor:
+    """The mean of the nearest rows of a matrix that the scores are products with too."""
+    best, ids = torch.topk(self.layers["head"](x), K)
+    return x + torch.bmm(best.softmax(-1)[:, None], self.layers["head"].weight[ids])[:, 0]
+
+
+def sparse_embedding(self: Layers, x: Tensor) -> Tensor:
+    """The same as a product of a matrix of mostly zeros."""
+    best, ids = torch.topk(self.layers["head"](x).softmax(-1), K)
+    return x + torch.zeros(x.shape[0], VOCABULARY).scatter(1, ids, best) @ self.layers["words"].weight
+
+
 OTHERS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "sampled": (sampled, ((T, H),)),
     "filtered": (filtered, ((T, H),)),
     "next_words": (next_words, ((T, H),)),
+    "soft_embedding": (soft_embedding, ((T, H),)),
+    "nearest_codes": (nearest_codes, ((T, H),)),
+    "sparse_embedding": (sparse_embedding, ((T, H),)),
     "beam_search": (beam_search, ((T, H), (T, 1))),
     "mixture_of_depths": (mixture_of_depths, ((2, 8, H),)),
     "boxes": (boxes, ((2, 8, H),)),
@@ -289,6 +310,141 @@ def test_a_router_without_a_choice_of_k(form: Callable[..., Tensor], chosen: int
     assert (site.form, site.operator, site.matched) == (FORM, None, False)
     assert f"chooses {chosen} of {E} experts" in (site.reason or "")
     assert operator in site.name
+
+
+def maxima(g: Graph, choose: Callable[[Graph, str], tuple[str, str]], *, given: bool = False) -> Graph:
+    """Experts whose weights a choice among scores takes, and which meet by their maximum: no finalize."""
+    x = g.input("x", ["T", H])
+    gate = g.input("gate", [H, E]) if given else g.const(np.ones((H, E)))
+    weights, ids = choose(g, g.op("Softmax", g.op("MatMul", x, gate)))
+    experts = g.input("experts", [E, H, H]) if given else g.const(np.ones((E, H, H)))
+    rows = g.op("MatMul", g.op("Unsqueeze", x, g.ints(1, 2)), g.op("Gather", experts, ids))
+    products = g.mul(g.op("Squeeze", rows, g.ints(2)), g.op("Unsqueeze", weights, g.ints(-1)))
+    g.output(g.op("ReduceMax", products, g.ints(1), keepdims=0))
+    return g
+
+
+def ordered(g: Graph, scores: str, **how: int) -> tuple[str, str]:
+    values = g.op("TopK", scores, g.ints(E), count=2, **how)
+    return values, g.nodes[-1].output[1]
+
+
+def last_of_all(g: Graph, scores: str) -> tuple[str, str]:
+    values, ids = ordered(g, scores, largest=0)
+    first, second = (g.op("Slice", value, g.ints(-K), g.ints(E), g.ints(1)) for value in (values, ids))
+    return first, second
+
+
+def split_from_all(g: Graph, scores: str) -> tuple[str, str]:
+    first, second = (g.op("Split", value, g.ints(K, E - K), axis=1, count=2) for value in ordered(g, scores))
+    return first, second
+
+
+def gathered_from_all(g: Graph, scores: str) -> tuple[str, str]:
+    first, second = (g.op("Gather", value, g.ints(*range(K)), axis=1) for value in ordered(g, scores))
+    return first, second
+
+
+def along_the_first_axis(g: Graph, scores: str) -> tuple[str, str]:
+    values = g.op("TopK", g.op("Transpose", scores, perm=[1, 0]), g.ints(K), axis=0, count=2)
+    first, second = (g.op("Transpose", value, perm=[1, 0]) for value in (values, g.nodes[-1].output[1]))
+    return first, second
+
+
+def best_k(g: Graph, scores: str) -> tuple[str, str]:
+    return g.op("TopK", scores, g.ints(K), count=2), g.nodes[-1].output[1]
+
+
+@pytest.mark.parametrize(
+    "choose", [last_of_all, split_from_all, gathered_from_all, along_the_first_axis], ids=lambda form: form.__name__
+)
+def test_experts_that_are_taken_of_sorted_ones(choose: Callable[[Graph, str], tuple[str, str]]) -> None:
+    (site,) = map_model(maxima(Graph(), choose).model()).sites
+    assert f"chooses {K} of {E} experts" in (site.reason or "")
+
+
+def test_a_router_whose_weights_are_given() -> None:
+    (site,) = map_model(maxima(Graph(), best_k, given=True).model()).sites
+    assert f"chooses {K} of {E} experts" in (site.reason or "")
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_a_router_whose_k_is_given(default: bool) -> None:
+    def choose(g: Graph, scores: str) -> tuple[str, str]:
+        if default:
+            g.const([K], INT64, name="k")
+        return g.op("TopK", scores, g.op("Add", g.input("k", [1], INT64), g.ints(0)), count=2), g.nodes[-1].output[1]
+
+    (site,) = map_model(ir.from_proto(without_sizes(maxima(Graph(), choose)))).sites
+    assert "'k' can be given with each run" in (site.reason or "")
+
+
+def without_sizes(g: Graph) -> onnx.ModelProto:
+    """The graph without what its builder inferred from defaults."""
+    model = g.proto()
+    del model.graph.value_info[:]
+    return model
+
+
+def experts_sum(choose: Callable[[Graph, str], tuple[str, str]]) -> ir.Model:
+    """A residual and a norm after the weighted sum over the experts that are chosen."""
+    g = Graph()
+    x = g.input("x", ["T", H])
+    numbers = np.random.default_rng(3)
+    weights, ids = choose(g, g.op("Softmax", g.op("MatMul", x, g.const(numbers.normal(size=(H, E))))))
+    rows = g.op("Gather", g.const(numbers.normal(size=(E, H, H))), ids)
+    rows = g.op("Squeeze", g.op("MatMul", g.op("Unsqueeze", x, g.ints(1, 2)), rows), g.ints(2))
+    routed = g.op("ReduceSum", g.mul(rows, g.op("Unsqueeze", weights, g.ints(-1))), g.ints(1), keepdims=0)
+    hidden = g.add(routed, x)
+    g.output(NormForm().write(g, hidden, rank=2), hidden)
+    return ir.from_proto(without_sizes(g))
+
+
+def test_a_sum_whose_k_has_a_default_that_can_be_overridden_stays() -> None:
+    def choose(g: Graph, scores: str) -> tuple[str, str]:
+        g.const([K], INT64, name="k")
+        return g.op("TopK", scores, g.input("k", [1], INT64), count=2), g.nodes[-1].output[1]
+
+    model = experts_sum(choose)
+    report = map_model(after := ir.from_proto(ir.to_proto(model)))
+    (site,) = report.sites
+    assert not report.complete
+    assert "how many of them is not known ('k' can be given with each run)" in (site.reason or "")
+    for count in (1, 3):
+        feeds = {"x": np.ones((T, H), np.float32), "k": np.array([count])}
+        assert all(difference.relative == 0 for difference in compare_models(model, after, feeds))
+
+
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_a_sum_over_some_of_all_that_were_sorted(end: str) -> None:
+    """As TorchScript writes a sort: a TopK of as many as the scores' shape says."""
+
+    def choose(g: Graph, scores: str) -> tuple[str, str]:
+        count = g.op("Gather", g.op("Shape", scores), g.ints(-1))
+        values = g.op("TopK", scores, count, count=2, largest=int(end == "first"))
+        ids = g.nodes[-1].output[1]
+        bounds = (0, K) if end == "first" else (-K, np.iinfo(np.int64).max)
+        starts, ends = (g.op("Constant", value_ints=[bound]) for bound in bounds)
+        first, second = (g.op("Slice", value, starts, ends, g.ints(1)) for value in (values, ids))
+        return first, second
+
+    model = experts_sum(choose)
+    report = map_model(after := ir.from_proto(ir.to_proto(model)))
+    assert (report.found, report.complete) == (1, True), [site.became for site in report.sites]
+    feeds = {"x": np.random.default_rng(1).normal(size=(T, H)).astype(np.float32)}
+    for difference in compare_models(model, after, feeds):
+        assert difference.relative < 2e-6, str(difference)
+
+
+def test_rows_in_a_shape_that_can_be_overridden_stay() -> None:
+    g = Graph()
+    picked = g.op("Gather", g.input("rows", ["R", H]), g.op("Max", g.input("map", ["N"], INT64), g.const(0, INT64)))
+    shape = g.input("shape", [3], INT64)
+    g.const([-1, K, H], INT64, name="shape")
+    products = g.mul(g.op("Reshape", picked, shape), g.op("Unsqueeze", g.input("weights", ["T", K]), g.ints(-1)))
+    hidden = g.add(g.op("ReduceSum", products, g.ints(1), keepdims=0), g.input("residual", ["T", H]))
+    g.output(NormForm().write(g, hidden, rank=2), hidden)
+    assert map_model(ir.from_proto(without_sizes(g))).mapped == 0
 
 
 def best_of_all_experts(self: Layers, x: Tensor) -> Tensor:

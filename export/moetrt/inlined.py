@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from moetrt.segments.constants import constant, scalar
+from moetrt.segments.constants import constant, ints, scalar
 from moetrt.segments.reading import dim, dims, elements, is_op, rank
 from moetrt.spec import OPERATORS
 
@@ -19,7 +19,8 @@ def plain_choices(model: ir.Model) -> bool:
     """Takes a Where with a constant condition, a CastLike, a sum with 0 and a known width for what they give.
 
     `moetrt.definition` chooses by attributes, which are constants once the function is inlined. The nodes are
-    replaced only where the result has the shape and dtype of what was chosen.
+    replaced only where the result has the shape and dtype of what was chosen. A K that is computed of known sizes
+    becomes a number too, in any graph.
 
     Returns:
         whether shapes may now be known that were not.
@@ -40,6 +41,8 @@ def plain_choices(model: ir.Model) -> bool:
                 _take_sum_with_zero(node)
             elif is_op(node, "Slice"):
                 shapes_changed |= _plain_width(node)
+            elif is_op(node, "TopK"):
+                shapes_changed |= _plain_count(node)
     return shapes_changed
 
 
@@ -112,13 +115,35 @@ def _plain_width(node: ir.Node) -> bool:
     width = dim(shape.inputs[0], -1)
     if shape.attributes.get_int("start", 0) != -1 or "end" in shape.attributes or not isinstance(width, int):
         return False
-    number = ir.node("Constant", [], {"value": ir.tensor([width], dtype=ir.DataType.INT64)}, name=shape.name)
-    number.outputs[0].dtype, number.outputs[0].shape = ir.DataType.INT64, ir.Shape([1])
-    number.outputs[0].name = f"{node.name or node.outputs[0].name}_end"
-    node.graph.insert_before(node, number)
-    node.replace_input_with(2, number.outputs[0])
-    _remove(shape)
+    _have_number(node, 2, width, "end")
     return True
+
+
+def _plain_count(node: ir.Node) -> bool:
+    """Has a TopK choose as many as nodes compute of known sizes: TorchScript sorts by a TopK of all; False elsewhere.
+
+    What follows has then known sizes too.
+    """
+    counts = ints(node.inputs[1])
+    if isinstance(dim(node.outputs[0], node.attributes.get_int("axis", -1)), int) or counts is None or len(counts) != 1:
+        return False
+    _have_number(node, 1, counts[0], "count")
+    return True
+
+
+def _have_number(node: ir.Node, index: int, value: int, name: str) -> None:
+    """Has ``node`` read a Constant of [1] in place of the input at ``index``, and takes out what only that needed."""
+    before = node.inputs[index]
+    maker = before.producer() if before is not None else None
+    assert isinstance(node.graph, ir.Graph)
+    name = f"{node.name or node.outputs[0].name}_{name}"
+    number = ir.node("Constant", [], {"value": ir.tensor([value], dtype=ir.DataType.INT64)}, name=name)
+    number.outputs[0].dtype, number.outputs[0].shape = ir.DataType.INT64, ir.Shape([1])
+    number.outputs[0].name = name
+    node.graph.insert_before(node, number)
+    node.replace_input_with(index, number.outputs[0])
+    if maker is not None:
+        _remove(maker)
 
 
 def _remove(node: ir.Node) -> None:

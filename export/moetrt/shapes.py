@@ -65,9 +65,20 @@ def fill_in_types(model: ir.Model) -> None:
         _infer(model)
 
 
+def _fixed(model: ir.Model) -> onnx.ModelProto:
+    """``model`` with what is the same on every run: inference would take a default that can be overridden for that."""
+    proto = without_external_data(ir.to_proto(model))
+    inputs = {value.name for value in proto.graph.input}
+    kept = [tensor for tensor in proto.graph.initializer if tensor.name not in inputs]
+    if len(kept) < len(proto.graph.initializer):
+        del proto.graph.initializer[:]
+        proto.graph.initializer.extend(kept)
+    return proto
+
+
 def _infer(model: ir.Model) -> None:
     try:
-        given = without_external_data(ir.to_proto(model))
+        given = _fixed(model)
         _compute_sizes(model.graph, given.graph)
         proto = onnx.shape_inference.infer_shapes(prepare(given), data_prop=True)
     except Exception:  # onnx raises its own InferenceError, and ValueError from its parts
@@ -134,10 +145,12 @@ def _fill_symbols(model: ir.Model) -> None:
 
     values = {value.name: value for node in model.graph for value in node.outputs}
     # Not its `infer_shapes`, which writes a file into the working folder where it cannot infer everything.
-    inference = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=True, guess_output_rank=False, verbose=0)
+    # It merges two sizes that are added or multiplied, also where one is a 1: with a size that is given, it may be.
+    merge = not any(value.is_graph_input() for value in model.graph.initializers.values())
+    inference = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=merge, guess_output_rank=False, verbose=0)
     try:
         with quiet():
-            inference._preprocess(without_external_data(ir.to_proto(model)))
+            inference._preprocess(_fixed(model))
             while inference.run_:
                 inference._infer_impl()
     except Exception:  # it raises plain Exceptions, and whatever its handlers run into: the shapes stay unknown

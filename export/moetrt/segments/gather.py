@@ -27,7 +27,7 @@ from moetrt.segments.routes import (
     without_reshapes,
 )
 from moetrt.segments.sizes import first_unequal
-from moetrt.segments.sums import Sum, sum_of
+from moetrt.segments.sums import Sum, equation_of, sum_of
 from moetrt.segments.tail import Operand, Seed, Term
 
 FORM = "gather"
@@ -240,8 +240,10 @@ def _by_matrix(node: ir.Node) -> Seed | None:
     if is_op(node, "MatMul") or gemm:
         matrix, rows = given(node.inputs[0]), given(node.inputs[1])
     elif is_op(node, "Einsum"):
-        left, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
-        terms = left.split(",")
+        read = equation_of(node)
+        if read is None:
+            return None
+        terms, result = read
         if len(terms) != 2 or len(result) != 2 or any(len(term) != 2 for term in terms):
             return None
         first = 0 if terms[0][0] == result[0] else 1
@@ -284,10 +286,10 @@ def _by_capacity(node: ir.Node) -> Seed | None:
         return None
     combine, rows = (given(value) for value in node.inputs[:2])
     if is_op(node, "Einsum"):
-        left, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
-        terms = left.split(",")
-        if len(terms) != 2 or not result:
+        read = equation_of(node)
+        if read is None or len(read[0]) != 2:
             return None
+        terms, result = read
         if result[-1] in terms[0]:
             combine, rows, terms = rows, combine, terms[::-1]
         summed = [letter for letter in terms[0] if letter in terms[1] and letter not in result]

@@ -435,6 +435,10 @@ def _plus_eps(mean: ir.Value, source: _Source) -> tuple[ir.Value, float]:
         return mean, 0.0
     _, eps = _number_in(add)
     if eps is None:
+        stored = next((value for value in add.inputs if value is not None and is_constant(value)), None)
+        shape = dims(stored) if stored is not None else None
+        if any(size != 1 for size in shape or ()):
+            raise _No(f"eps of the RMSNorm ({named(add)}) has shape {shape}; one number is taken")
         raise _No(f"eps of the RMSNorm ({named(add)}) is not a constant number")
     if eps < 0:
         raise _No(f"eps of the RMSNorm ({named(add)}) is {eps:g}; 0 or more is taken")

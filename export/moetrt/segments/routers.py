@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -92,7 +93,7 @@ def _picked_by_router(weight: ir.Value, top_k: int) -> bool:
             continue
         chosen = _chosen(step)
         if chosen is not None:
-            return chosen == (top_k, dim(node.inputs[0], 0))
+            return (chosen.count, chosen.of) == (top_k, dim(node.inputs[0], 0))
         seen.add(step)
         pending += list(step.inputs)
     return False
@@ -111,7 +112,7 @@ def router_behind(rows: ir.Value, top_k: int | str | None) -> ir.Value | None:
             continue
         chosen = _chosen(node)
         if chosen is not None:
-            return node.outputs[0] if chosen[0] == top_k else None
+            return node.outputs[0] if chosen.count in (top_k, None) else None
         seen.add(node)
         pending += [value for value in node.inputs if value is not None]
     return None
@@ -138,18 +139,49 @@ def unheard_routers(nodes: Iterable[ir.Node], heard: Iterable[ir.Value]) -> list
             found.append((node, _whole_layer(node)))
             continue
         chosen = _chosen(node)
-        if chosen is None or node in reached or not _scores_experts(node, chosen[1]):
-            continue
-        if _takes_experts(node, chosen[1]) if is_op(node, "ArgMax") else _reaches_experts(node):
-            found.append(
-                (
-                    node,
-                    f"{named(node)} chooses {chosen[0]} of {chosen[1]} experts, and the sum over them is written in a "
-                    "way that is not known: gather each token's rows by a map and sum them over k (see README, Limits)"
-                    ", or export with moetrt export",
-                )
-            )
+        if chosen is not None and node not in reached and _is_router(node, chosen):
+            found.append((node, _unheard(node, chosen)))
     return found
+
+
+def _is_router(node: ir.Node, chosen: "_Choice") -> bool:
+    """Whether what is chosen are experts, by the scores of a layer."""
+    takes = _takes_experts(node, chosen.of)
+    if not takes and (chosen.doubtful or not _reaches_experts(node, chosen.of)):
+        return False
+    return _scores_experts(node, chosen.of, may_be_given=takes)
+
+
+def _unheard(node: ir.Node, chosen: "_Choice") -> str:
+    if chosen.count is None:
+        names = " and ".join(f"'{value.name}'" for value in _inputs_of_counts(node))
+        why = f"{names} can be given with each run" if names else "the graph has no number"
+        return (
+            f"{named(node)} chooses among {chosen.of} experts, and how many of them is not known ({why}): store K as a "
+            "constant that is no input of the graph"
+        )
+    return (
+        f"{named(node)} chooses {chosen.count} of {chosen.of} experts, and the sum over them is written in a "
+        "way that is not known: gather each token's rows by a map and sum them over k (see README, Limits)"
+        ", or export with moetrt export"
+    )
+
+
+def _inputs_of_counts(node: ir.Node) -> list[ir.Value]:
+    """The graph's inputs that say how many a TopK chooses, or how many of those are then taken."""
+    slices = [reader for value in node.outputs for reader in readers(value) if is_op(reader, "Slice", "Split")]
+    found: dict[ir.Value, None] = {}
+    seen: set[ir.Node] = set()
+    pending = [*node.inputs[1:2], *(value for step in slices for value in step.inputs[1:])]
+    while pending and len(seen) < _MOST_NODES:
+        value = pending.pop()
+        step = value.producer() if value is not None else None
+        if value is not None and step is None and value.is_graph_input():
+            found.setdefault(value)
+        if step is not None and step not in seen and not is_op(step, "Shape"):
+            seen.add(step)
+            pending += list(step.inputs)
+    return list(found)
 
 
 def _whole_layer(node: ir.Node) -> str:
@@ -169,59 +201,97 @@ def _makes_scores(node: ir.Node) -> bool:
 
 def _is_weight(value: ir.Value | None) -> bool:
     """Whether ``value`` is a weight of the model, behind what gives it another dtype or shape."""
+    return is_constant(_as_stored(value))
+
+
+def _is_given_matrix(value: ir.Value | None) -> bool:
+    """Whether ``value`` is an input of the graph that may be a layer's weight: a matrix of known sizes."""
+    source = _as_stored(value)
+    sizes = dims(source) if source is not None and source.is_graph_input() else None
+    return sizes is not None and len(sizes) == 2 and all(isinstance(size, int) for size in sizes)
+
+
+def _as_stored(value: ir.Value | None) -> ir.Value | None:
+    """``value`` before what gives it another dtype or shape."""
     while value is not None and not is_constant(value):
         node = value.producer()
         if node is None or not is_op(node, "Cast", "Transpose", "Reshape", "Identity", "DequantizeLinear"):
-            return False
+            break
         value = node.inputs[0]
-    return value is not None
+    return value
 
 
-def _chosen(node: ir.Node) -> tuple[int, int] | None:
-    """How many of how many scores a node chooses along the last axis; None where it is no router's.
+@dataclass(frozen=True)
+class _Choice:
+    """What a TopK or an ArgMax chooses.
 
-    A TopK of some, one of all (a sort) of which the first are taken, or an ArgMax.
+    Attributes:
+        count: how many; None where the graph has no number.
+        of: of how many scores.
+        doubtful: whether only what is done with them can show that they are experts.
+    """
+
+    count: int | None
+    of: int
+    doubtful: bool = False
+
+
+def _chosen(node: ir.Node) -> _Choice | None:
+    """How many of how many scores a node chooses; None where it is no router's.
+
+    A TopK of some, one of all (a sort) of which some are taken, or an ArgMax.
     """
     if not is_op(node, "TopK", "ArgMax") or node.inputs[0] is None:
         return None
     scores, dtype = dims(node.inputs[0]), node.inputs[0].dtype
     if scores is None or len(scores) < 2 or not dtype or not dtype.is_floating_point():
         return None
-    of, last = scores[-1], (-1, len(scores) - 1)
-    if is_op(node, "ArgMax"):
-        is_last = node.attributes.get_int("axis", 0) in last
-        return (1, of) if is_last and isinstance(of, int) and 1 < of <= _MOST_EXPERTS else None
-    chosen = dim(node.outputs[0], -1)
-    if node.attributes.get_int("axis", -1) not in last:
+    is_argmax = is_op(node, "ArgMax")
+    axis = node.attributes.get_int("axis", 0 if is_argmax else -1) % len(scores)
+    of, is_last = scores[axis], axis == len(scores) - 1
+    if not isinstance(of, int) or not 1 < of <= _MOST_EXPERTS:
         return None
-    if (chosen == of or not isinstance(chosen, int)) and node.attributes.get_int("largest", 1) == 1:
-        chosen = _first_taken(node)
-    if not isinstance(chosen, int) or not isinstance(of, int):
-        return None
-    return (chosen, of) if chosen <= _MOST_ROUTES and chosen < of <= _MOST_EXPERTS else None
+    if is_argmax:
+        return _Choice(1, of, doubtful=True) if is_last else None
+    count = dim(node.outputs[0], axis)
+    if count == of or not isinstance(count, int):
+        count = _some_taken(node, axis)
+    if count is None or not is_last:
+        return _Choice(count, of, doubtful=True)
+    return _Choice(count, of) if count <= _MOST_ROUTES and count < of else None
 
 
-def _first_taken(sort: ir.Node) -> int | None:
-    """How many of the first of each row are taken of what was sorted."""
+def _some_taken(sort: ir.Node, axis: int) -> int | None:
+    """How many of each row are taken of what was sorted."""
     ndim = rank(sort.outputs[0]) or 0
-    for node in (reader for value in sort.outputs for reader in readers(value)):
-        if is_op(node, "Slice") and ints(node.inputs[1]) == [0] and ints(input_of(node, 3)) in ([-1], [ndim - 1]):
-            ends = ints(node.inputs[2])
-            return ends[0] if ends and ends[0] > 0 else None
+    for value in sort.outputs:
+        for node in readers(value):
+            along = ints(input_of(node, 3)) if is_op(node, "Slice") else [node.attributes.get_int("axis", 0)]
+            if node.inputs[0] is not value or along not in ([axis], [axis - ndim]):
+                continue
+            if is_op(node, "Slice", "Split", "Gather"):
+                count = dim(node.outputs[0], axis) if rank(node.outputs[0]) == ndim else 1
+                return count if isinstance(count, int) else _first_of(node)
     return None
 
 
-def _takes_experts(argmax: ir.Node, experts: int) -> bool:
-    """Whether one of the experts' weights, or of their rows, is taken by what an ArgMax chose.
+def _first_of(step: ir.Node) -> int | None:
+    """How many a Slice takes that begins at the first, of as many as the graph does not say."""
+    ends = ints(step.inputs[2]) if is_op(step, "Slice") and ints(step.inputs[1]) == [0] else None
+    return ends[0] if ends and ends[0] > 0 else None
+
+
+def _takes_experts(choice: ir.Node, experts: int) -> bool:
+    """Whether some of the experts' weights, or of their rows, are taken by what was chosen.
 
     The best word of a vocabulary, and a code of a codebook, take a row of a matrix.
     """
     seen: set[ir.Node] = set()
-    pending = deque(argmax.outputs)
+    pending = deque(choice.outputs)
     while pending and len(seen) < _MOST_READERS:
         value = pending.popleft()
         for node in readers(value):
-            if node in seen or _looks_up_words(node, value):
+            if node in seen or _looks_up_words(node, value) or _chosen(node) is not None:
                 continue
             seen.add(node)
             others = [other for other in node.inputs if other is not None and other is not value]
@@ -235,8 +305,10 @@ def _takes_experts(argmax: ir.Node, experts: int) -> bool:
     return False
 
 
-def _scores_experts(topk: ir.Node, experts: int) -> bool:
+def _scores_experts(topk: ir.Node, experts: int, *, may_be_given: bool) -> bool:
     """Whether a layer gives one score for each expert: a product with a weight, or what the graph is given.
+
+    The weight may be an input of the graph where ``may_be_given``.
 
     Scores of tokens (Mixture-of-Depths), of beams times words, of a query's keys and of boxes are none of these.
     """
@@ -254,35 +326,60 @@ def _scores_experts(topk: ir.Node, experts: int) -> bool:
         seen.add(node)
         if not _is_product(node):
             pending += list(node.inputs)
-        elif any(map(_is_weight, node.inputs)) and dim(node.outputs[0], 1 if is_op(node, "Conv") else -1) == experts:
+        elif dim(node.outputs[0], 1 if is_op(node, "Conv") else -1) != experts:
+            continue
+        elif any(map(_is_weight, node.inputs)) or (may_be_given and any(map(_is_given_matrix, node.inputs))):
             return True
     return False
 
 
-def _reaches_experts(topk: ir.Node) -> bool:
+def _reaches_experts(topk: ir.Node, experts: int) -> bool:
     """Whether what was chosen meets a product or hidden states: sampling from a vocabulary does not.
 
     A choice among groups of experts meets the TopK that chooses among their experts first, and chosen words go
-    through a table of embeddings.
+    through a table of embeddings: what multiplies rows of such a table weighs words.
     """
-    small = {1, *(dim(value, -1) for value in (*topk.inputs[:1], *topk.outputs) if value is not None)}
+    small = {1, experts, *(dim(value, -1) for value in (*topk.inputs[:1], *topk.outputs) if value is not None)}
     seen: set[ir.Node] = set()
+    meets = False
     pending = deque(value for value in topk.outputs)
     while pending and len(seen) < _MOST_READERS:
         value = pending.popleft()
         for node in readers(value):
-            if node in seen or _chosen(node) is not None or _looks_up_words(node, value):
+            if node in seen or _chosen(node) is not None:
                 continue
             seen.add(node)
+            if _weighs_words(node, value, experts):
+                return False
+            if _looks_up_words(node, value):
+                continue
             if _is_product(node) or (is_op(node, "Mul", "Where") and _is_wide(node.outputs[0], small)):
-                return True
+                meets = True
+                continue
             pending += node.outputs
-    return False
+    return meets
 
 
 def _looks_up_words(node: ir.Node, index: ir.Value) -> bool:
-    table = node.inputs[0]
-    return is_op(node, "Gather") and table is not index and rank(table) == 2 and _is_weight(table) if table else False
+    table = node.inputs[0] if is_op(node, "Gather", "GatherND") else None
+    if table is None or table is index or rank(table) != 2 or not _is_weight(table):
+        return False
+    return is_op(node, "Gather") or (dim(index, -1) == 1 and node.attributes.get_int("batch_dims", 0) == 0)
+
+
+def _weighs_words(node: ir.Node, value: ir.Value, experts: int) -> bool:
+    """Whether ``node`` takes or weighs vectors of a table that has one for each of what is chosen among.
+
+    Matrices of experts may be stored as vectors, and get their shape afterwards.
+    """
+    if is_op(node, "MatMul") and node.inputs[0] is value and dim(value, -1) == experts:
+        table = node.inputs[1]
+    else:
+        table = node.inputs[0] if _looks_up_words(node, value) else None
+    if table is None or rank(table) != 2 or dim(table, 0) != experts or not _is_weight(table):
+        return False
+    made = node.outputs[0]
+    return all(not is_op(step, *SHAPE_OPS) or dim(step.outputs[0], -1) == dim(made, -1) for step in readers(made))
 
 
 def _is_wide(value: ir.Value, small: set[int | str | None]) -> bool:

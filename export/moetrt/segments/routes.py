@@ -584,12 +584,15 @@ def _mask_with_bound(place: PerRoute, bound: ir.Value, found: Found) -> PerRoute
 
 
 def index_of(place: PerRoute, rows: ir.Value | None, found: Found) -> tuple[PerRoute, PerRoute | None]:
-    """The map behind the indices of a Gather, and the clamped map, where it is clamped to 0 and more."""
+    """The map behind the indices of a Gather, and the clamped map, where it is clamped to 0 and more.
+
+    What a mask is made from is the map, also where it was clamped before both.
+    """
     clamped: PerRoute | None = None
     while True:
         place = strip(place, found)
         node = place.value.producer()
-        if node is None:
+        if node is None or place in found.masks:
             return place, clamped
         operands = [operand for operand in node.inputs if operand is not None]
         kept: ir.Value | None = None

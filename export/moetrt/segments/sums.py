@@ -1,10 +1,11 @@
 """Sums over a token's routes that are one node: ReduceSum, Einsum, or a MatMul by the weights."""
 
 from dataclasses import dataclass
+from string import ascii_letters
 
 import onnx_ir as ir
 
-from moetrt.segments.reading import before_upcast, dim, is_op, rank
+from moetrt.segments.reading import before_upcast, dim, dims, is_op, may_be_equal, rank
 from moetrt.segments.routes import Found, PerRoute, given, permutation_of, squeezed, summed_axis, take_weights
 
 
@@ -97,12 +98,41 @@ class Lettered:
     letters: str
 
 
-def einsum_of(node: ir.Node) -> tuple[list[Lettered], str] | None:
-    """The operands of an Einsum, before they were transposed, and the letters of its result; None for an ellipsis."""
+def equation_of(node: ir.Node) -> tuple[list[str], str] | None:
+    """The letters of an Einsum's operands and of its result, letters in place of an ellipsis too.
+
+    Returns:
+        None for a result that is not written out, and for an ellipsis whose dimensions are not known or that repeats
+        an operand.
+    """
     left, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
     terms = left.split(",")
-    if "." in left or len(terms) != len(node.inputs) or not result or len(set(result)) != len(result):
+    if len(terms) != len(node.inputs) or not result:
         return None
+    if "." not in left:
+        return terms, result
+    free = "".join(letter for letter in ascii_letters if letter not in left)
+    hidden: list[list[int | str | None]] = []
+    for number, (term, value) in enumerate(zip(terms, node.inputs, strict=True)):
+        if "..." not in term:
+            continue
+        before, after = term.split("...")
+        sizes = dims(value) if value is not None else None
+        if sizes is None or len(sizes) < len(before + after):
+            return None
+        hidden.append(sizes[len(before) : len(sizes) - len(after)])
+        terms[number] = before + free[: len(hidden[-1])] + after
+    if any(len(sizes) != len(hidden[0]) or not all(map(may_be_equal, sizes, hidden[0])) for sizes in hidden):
+        return None
+    return terms, result.replace("...", free[: len(hidden[0])])
+
+
+def einsum_of(node: ir.Node) -> tuple[list[Lettered], str] | None:
+    """The operands of an Einsum, before they were transposed, and the letters of its result; None as `equation_of`."""
+    read = equation_of(node)
+    if read is None or len(set(read[1])) != len(read[1]):
+        return None
+    terms, result = read
     return [_before_transpose(given(value), term) for value, term in zip(node.inputs, terms, strict=True)], result
 
 
