@@ -332,3 +332,13 @@ def test_contract_modules_need_no_transformers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "1", done.stderr
+
+
+def test_a_file_that_reads_the_weights_that_were_replaced_is_named(tmp_path: Path) -> None:
+    """What was mapped from the export before shares its data file, where the new weights lie."""
+    export(as_source((torch.nn.Linear(64, 64), torch.ones(2, 64))), tmp_path)
+    mapped, elsewhere = tmp_path / "mapped.onnx", tmp_path / "other.onnx"
+    mapped.write_bytes((tmp_path / "model.onnx").read_bytes())
+    elsewhere.write_bytes(b"no ONNX")
+    result = export(as_source((torch.nn.Linear(64, 64), torch.ones(2, 64))), tmp_path)
+    assert result.stale == (mapped,)

@@ -379,6 +379,10 @@ def test_compare_overwrites_no_file_that_it_reads(
         assert f"'{path}' is the" in refused(*common, BLOCK, "--unmapped", other, "--json", path)
     config = source / "config.json"
     assert f"'{config}' is the file of the source itself" in refused(*common, source, "--json", config)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("net = None")
+    assert "'own.py' is the file of the source itself" in refused(*common, "own:net", "--json", "own.py")
+    (tmp_path / "own.py").unlink()
     raw = ["--save-inputs-raw", tmp_path / "raw"]
     assert "x.bin' is the engine itself" in refused(*common, BLOCK, *raw, "--engine", tmp_path / "raw" / "x.bin")
     assert "is not a folder" in refused(*common, BLOCK, "--save-inputs-raw", other)

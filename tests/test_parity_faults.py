@@ -490,6 +490,8 @@ def test_case22_a_fault_is_named(
     assert report.cause in "\n".join(report.lines())
     assert report.as_dict()["cause"] == report.cause
     wrong = [tail for tail in report.tails if not tail.passed]
+    measured = [line for line in report.lines() if " by itself in " in line]
+    assert not [line for tail in wrong for line in measured if line.startswith(f"ok: {tail.name} by itself")]
     if wrong:
         first = wrong[0]
         # What is upstream of a tail is put right: the other one is not blamed.

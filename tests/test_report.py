@@ -599,6 +599,14 @@ def test_files_of_two_models(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "SHA-256 abababababab..." in line
 
 
+def test_an_engine_that_was_changed_since(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "plugin.engine").open("ab") as file:
+        file.write(b"x")
+    line = refusal(folder, capsys)
+    assert "plugin.engine' is another file than when" in line
+    assert line.endswith("build it again")
+
+
 def test_a_mapped_model_that_was_changed_since(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (folder / "mapped.onnx").open("ab") as file:
         file.write(b"\x72\x00")

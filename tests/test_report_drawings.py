@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from moetrt.capture import export
 from moetrt.mapping import map_file
 from moetrt.report.drawings import (
     SHAPE_OF,
@@ -22,7 +23,8 @@ from moetrt.report.drawings import (
     shape_path,
     shortened,
 )
-from moetrt.report.graph import GraphNode, Operand, layer_of, layers_of, replaced_nodes, shape_text
+from moetrt.report.graph import GraphNode, Operand, layer_of, layers_of, read_graph, replaced_nodes, shape_text
+from moetrt.source import load_source
 from tests.mapping_graphs import full_tail
 from tests.test_mapping import CASE25
 
@@ -173,6 +175,18 @@ def test_the_nodes_of_a_tail_are_found_in_every_form_of_norm(tmp_path: Path, nam
     assert {node.op_type for node in further} <= {"Add", "Mul"}
     assert [node.op_type for node in found].count("MoEFinalizeAdd") == 1
     assert "ReduceMean" in {node.op_type for node in found}
+
+
+def test_the_picture_is_of_one_tail_of_several(tmp_path: Path) -> None:
+    """The tail before, and nodes that tails share, are not drawn along: the residual is the tail before's hidden."""
+    exported = export(load_source("moetrt.models:deepseek_v3"), tmp_path)
+    sites = map_file(exported.model_path, tmp_path / "mapped.onnx").sites
+    source, mapped = read_graph(exported.model_path), read_graph(tmp_path / "mapped.onnx")
+    for site in sites:
+        found = replaced_nodes(source, mapped, [str(output["value"]) for output in site.outputs.values()])
+        kinds = [node.op_type for node in found]
+        assert kinds.count("MoEFinalizeAdd") == kinds.count("ReduceMean") == 1
+        assert len(kinds) <= 12
 
 
 def test_a_reshape_after_the_plugin_node_leads_back_to_the_tail() -> None:

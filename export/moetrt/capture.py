@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 import torch
 
@@ -46,6 +47,7 @@ class ExportResult:
     Attributes:
         model_path: the ONNX file.
         data_path: the weights' file beside it; None where every tensor was small.
+        stale: other ONNX files in the folder that read the weights' file, which holds other weights for them now.
         sidecar: ``model.onnx.json`` beside it: source, opset, inputs, expected tails, command and versions.
         opset: version of the standard ONNX operators in the file.
         tails_expected: how many tails the source said there are; None where it does not say.
@@ -55,6 +57,7 @@ class ExportResult:
 
     model_path: Path
     data_path: Path | None
+    stale: tuple[Path, ...]
     sidecar: Path
     opset: int
     tails_expected: int | None
@@ -119,12 +122,22 @@ def export(
     return ExportResult(
         model_path=path,
         data_path=data,
+        stale=tuple(_readers_of(data, path)) if data is not None else (),
         sidecar=sidecar,
         opset=opset,
         tails_expected=source.tails_expected,
         operators=operators,
         nodes=len(model.graph),
     )
+
+
+def _readers_of(data: Path, model_path: Path) -> Iterator[Path]:
+    """The ONNX files beside ``model_path`` that keep weights in ``data``, such as what was mapped before."""
+    for other in sorted(data.parent.glob("*.onnx")):
+        with suppress(Exception):  # what is no ONNX reads no weights; protobuf's errors have no types to name
+            tensors = onnx.load(other, load_external_data=False).graph.initializer if other != model_path else ()
+            if any(("location", data.name) in ((e.key, e.value) for e in tensor.external_data) for tensor in tensors):
+                yield other
 
 
 def capture(

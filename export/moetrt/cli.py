@@ -216,6 +216,8 @@ def export_command(
         step.result = f"{result.model_path}: {result.nodes} nodes, opset {result.opset}"
         expected = "not known" if result.tails_expected is None else result.tails_expected
         step.details.append(f"tails: {expected} expected, {result.operators} captured")
+    for other in result.stale:
+        out.line(f"note: '{other}' reads '{result.data_path}', which holds other weights now: map again")
     out.line(f"next: moetrt map {result.model_path} -o {result.model_path.with_name('mapped.onnx')}")
 
 
@@ -396,7 +398,7 @@ def compare_command(
             places = replay.raw_paths(inputs, save_inputs_raw).values()
             outputs += [("raw inputs file", output_file(place, "raw inputs file")) for place in places]
         read = [("inputs file that is read", load_inputs), ("engine", engine), ("engine", engine_without_plugin)]
-        read += [("plugin library", plugin), *(("file of the source", path) for path in _files_in(against))]
+        read += [("plugin library", plugin), *(("file of the source", path) for path in _files_of(against))]
         before = files_before_mapping(Path(model), existing_file(unmapped, "file before mapping") if unmapped else None)
         check_distinct([*files_of(graph, model), *before, *((what, path) for what, path in read if path)], outputs)
         source = load_source(against, dtype=dtype)
@@ -524,9 +526,12 @@ def bench_command(
         _page_of(out, output)
 
 
-def _files_in(folder: str) -> list[str]:
-    """The files of a folder, as of a source that is one; none where it is something else."""
-    return [entry.path for entry in os.scandir(folder) if entry.is_file()] if os.path.isdir(folder) else []
+def _files_of(source: str) -> list[str]:
+    """The files of a source: of a folder, or the file in this folder that a factory's module is."""
+    if os.path.isdir(source):
+        return [entry.path for entry in os.scandir(source) if entry.is_file()]
+    module = os.path.join(*source.partition(":")[0].split(".")) + ".py"
+    return [module] if os.path.isfile(module) else []
 
 
 def _page_of(out: Any, folder: str) -> None:

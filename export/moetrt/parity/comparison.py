@@ -210,7 +210,7 @@ def _tail_line(name: str, outputs: Sequence[OutputParity], tail: TailVerdict | N
     gap = next((output for output in outputs if output.gap), None)
     if gap is not None:
         parts.append(f"of {gap.name.rpartition('.')[2]} {gap.gap}")
-    verdict = "ok" if all(output.passed for output in outputs) else "DIFFERS"
+    verdict = "ok" if all(output.passed for output in outputs) and (tail is None or tail.passed) else "DIFFERS"
     return f"{verdict}: {name} by itself in {first.dtype}, rms error against float64: {', '.join(parts)}"
 
 

@@ -520,6 +520,12 @@ def _told_spread(found: result.Range) -> Spread:
 
 def _engine(file: ReportFile) -> EngineFacts:
     content = file.content
+    engine, built = file.path.parent / content["engine"].file(), content["engine_sha256"].sha256()
+    if engine.is_file() and (found := file_sha256(engine)) != built:
+        raise InputError(
+            f"'{engine}' is another file than when '{file.path}' was written: its SHA-256 is {found[:12]}..., "
+            f"it was {built[:12]}...; build it again"
+        )
     layers, plugin_layers = content["layer_count"].count(), _texts(content["plugin_layers"])
     library, sha256 = content["plugin_library"], content["plugin_library_sha256"]
     if len(plugin_layers) > layers:
@@ -531,7 +537,7 @@ def _engine(file: ReportFile) -> EngineFacts:
     return EngineFacts(
         file=file.path.name,
         engine=content["engine"].file(),
-        sha256=content["engine_sha256"].sha256(),
+        sha256=built,
         backend=content["backend"].of(str),
         version=content["version"].of(str),
         targets=_texts(content["targets"]),

@@ -138,7 +138,8 @@ def replaced_nodes(source: onnx.ModelProto, mapped: onnx.ModelProto, outputs: It
     """The nodes that one tail was before mapping, in the order of the graph.
 
     They are those that ``outputs``, values that a plugin node writes now, were computed with and that the mapped file
-    no longer has. Empty where the source spells the tail within a function of its own.
+    no longer has; what it still has, such as the residual of the tail before, is not looked behind. Empty where the
+    source spells the tail within a function of its own.
     """
     producers = {value: node for node in source.graph.node for value in node.output if value}
     before = {_key(node) for node in source.graph.node}
@@ -148,7 +149,8 @@ def replaced_nodes(source: onnx.ModelProto, mapped: onnx.ModelProto, outputs: It
         if _key(node) not in before:
             for value in node.input:
                 added.setdefault(value, []).extend(node.output)
-    pending = list(outputs)
+    still_there = {value for node in mapped.graph.node for value in node.output}
+    own, pending = set(outputs), list(outputs)
     found: set[_Key] = set()
     seen: set[str] = set()
     while pending:
@@ -159,7 +161,10 @@ def replaced_nodes(source: onnx.ModelProto, mapped: onnx.ModelProto, outputs: It
         producer = producers.get(value)
         if producer is None:
             # The plugin node's output may be reshaped or cast before it is the value that was there.
+            own.update(added.get(value, []))
             pending += added.get(value, [])
+        elif value in still_there and value not in own:
+            continue
         elif _key(producer) not in kept:
             found.add(_key(producer))
             pending += producer.input
