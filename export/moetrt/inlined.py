@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from moetrt.removal import remove_dead
 from moetrt.segments.constants import constant, ints, scalar
 from moetrt.segments.reading import dim, dims, elements, is_op, rank
 from moetrt.spec import OPERATORS
@@ -73,7 +74,7 @@ def _take_choice(node: ir.Node) -> bool:
     if not known and (condition.shape.numpy() or _before_casts(chosen) is not _before_casts(other)):
         return False
     output.replace_all_uses_with(chosen)
-    _remove(node)
+    remove_dead(node)
     return not known
 
 
@@ -84,7 +85,7 @@ def _take_sum_with_zero(node: ir.Node) -> None:
         return
     if dims(value) is not None and dims(value) == dims(output) and value.dtype == output.dtype:
         output.replace_all_uses_with(value)
-        _remove(node)
+        remove_dead(node)
 
 
 def _before_casts(value: ir.Value) -> ir.Value:
@@ -103,7 +104,7 @@ def _plain_cast(node: ir.Node) -> None:
     node.graph.insert_before(node, cast)
     output.replace_all_uses_with(made, replace_graph_outputs=True)
     made.name, output.name = output.name, None
-    _remove(node)
+    remove_dead(node)
 
 
 def _plain_width(node: ir.Node) -> bool:
@@ -143,16 +144,4 @@ def _have_number(node: ir.Node, index: int, value: int, name: str) -> None:
     node.graph.insert_before(node, number)
     node.replace_input_with(index, number.outputs[0])
     if maker is not None:
-        _remove(maker)
-
-
-def _remove(node: ir.Node) -> None:
-    """Removes ``node``, which nobody reads, and what only it needed."""
-    pending = [node]
-    while pending:
-        unread = pending.pop()
-        if unread.graph is None or any(value.uses() or value.is_graph_output() for value in unread.outputs):
-            continue
-        makers = [value.producer() for value in unread.inputs if value is not None]
-        unread.graph.remove(unread, safe=True)
-        pending += [maker for maker in makers if maker is not None]
+        remove_dead(maker)

@@ -33,6 +33,7 @@ from moetrt.onnx_op import (
     read_attributes,
     remove_functions,
 )
+from moetrt.removal import detach, remove_dead
 from moetrt.segments.constants import makers
 from moetrt.segments.forms import seed_at
 from moetrt.segments.growth import Tail, grow
@@ -373,7 +374,7 @@ class _Mapper:
             node = make_node(spec, inputs, attributes, name=name)
         except MoetrtError:
             for extra in reversed(added):
-                _detach(extra)
+                detach(extra)
             raise
         self.names.add(name)
         added.append(node)
@@ -519,7 +520,7 @@ def _replace(old: ir.Value, new: ir.Value) -> list[str]:
     producer, name = old.producer(), old.name
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     old.name = None
-    removed = _remove_dead(producer) if producer is not None else []
+    removed = remove_dead(producer) if producer is not None else []
     new.name = name
     return removed
 
@@ -530,28 +531,6 @@ def _hoist_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
         moved = [node for node in makers(value) or () if node.graph is graph]
         graph.remove(moved)
         graph.insert_before(graph[0], moved)
-
-
-def _remove_dead(node: ir.Node) -> list[str]:
-    """Removes ``node`` and what only it needed, as far as nothing else reads them; returns their names, last first."""
-    removed: list[str] = []
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current.graph is None or any(value.uses() or value.is_graph_output() for value in current.outputs):
-            continue
-        producers = [value.producer() for value in current.inputs if value is not None]
-        removed.append(current.name or current.outputs[0].name or current.op_type)
-        _detach(current)
-        pending.extend(producer for producer in producers if producer is not None)
-    return removed
-
-
-def _detach(node: ir.Node) -> None:
-    if node.graph is not None:
-        node.graph.remove(node)
-    for index in range(len(node.inputs)):
-        node.replace_input_with(index, None)
 
 
 def _scope(node: ir.Node) -> str:

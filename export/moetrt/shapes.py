@@ -1,5 +1,8 @@
 """Values of a graph get the dtypes and shapes that onnx infers: what the mapper compares."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -47,10 +50,17 @@ def fill_in_shapes(model: ir.Model) -> None:
 def fill_in_unknown(model: ir.Model) -> None:
     """Gives values with an unknown dimension what can be inferred now that the graph is another one."""
     values = [value for graph in model.graphs() for node in graph for value in node.outputs if _has_unknown(value)]
+    with _forgotten(values):
+        fill_in_shapes(model)
+
+
+@contextmanager
+def _forgotten(values: Iterable[ir.Value]) -> Iterator[None]:
+    """The block finds the shapes of ``values`` anew; one that it does not find stays what it was."""
     before = {value: value.shape for value in values}
-    for value in values:
+    for value in before:
         value.shape = None
-    fill_in_shapes(model)
+    yield
     for value, shape in before.items():
         value.shape = value.shape or shape
 
@@ -95,15 +105,12 @@ def _fill_bodies(model: ir.Model) -> None:
     values = [value for graph in bodies for node in graph for value in node.outputs]
     unknown = [value for value in values if _has_unknown(value)]
     while unknown:
-        before = {value: value.shape for value in unknown}
-        for value in before:
-            value.shape = None
-        _fill_by_onnx(model)
-        for value, shape in before.items():
-            value.shape = value.shape or shape
-        unknown = [value for value in before if _has_unknown(value)]
-        if len(unknown) == len(before):
+        with _forgotten(unknown):
+            _fill_by_onnx(model)
+        still = [value for value in unknown if _has_unknown(value)]
+        if len(still) == len(unknown):
             return
+        unknown = still
 
 
 def _compute_sizes(graph: ir.Graph, proto: onnx.GraphProto, *, inner: bool = False) -> None:
