@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
+# Processes that run the tests; each takes up to 4 GB. 0: in the process itself, so that pytest -s and --pdb work.
+JOBS ?= 2
 
 # A file is rebuilt when one of these changes. PLUGIN_SOURCES and PYTHON_SOURCES are what the installed package is made of.
 PLUGIN_SOURCES := $(shell find plugins -type f -not -name '*.pyc')
@@ -70,8 +72,9 @@ lint: $(VENV)/.packages
 browser:
 	@.ci/browser
 
+# A process a core, files whole, so that what a file's tests share is made once.
 unit: install browser
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test: lint unit
 

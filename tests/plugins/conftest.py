@@ -3,6 +3,7 @@
 MOETRT_DRIVER_BUILD names the folder of one that is built already, for a machine that has no compiler.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -30,12 +31,25 @@ def driver_build(plugin_library: Path) -> Path:
     folder = Path(sys.executable).parent
     cmake = str(folder / "cmake") if (folder / "cmake").exists() else shutil.which("cmake")
     assert cmake is not None
-    for command in (
-        configure,
-        ["--build", str(build), "--parallel", "2", "--target", "moetrt_driver", "moetrt_recording", "moetrt_hosted"],
-    ):
-        done = subprocess.run([cmake, *command], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    build.mkdir(parents=True, exist_ok=True)
+    with (build / ".lock").open("w") as lock:
+        # Tests run in several processes, and CMake's folder takes one at a time.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (
+            configure,
+            [
+                "--build",
+                str(build),
+                "--parallel",
+                "2",
+                "--target",
+                "moetrt_driver",
+                "moetrt_recording",
+                "moetrt_hosted",
+            ],
+        ):
+            done = subprocess.run([cmake, *command], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
     return build
 
 
