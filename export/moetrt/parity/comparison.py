@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 
 from moetrt.backends import Progress, choose
+from moetrt.bounds import check_shapes
 from moetrt.capture import weights_of
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
@@ -278,6 +279,7 @@ def compare(
         whose, inputs = f"inputs file '{os.fspath(inputs)}'", load_inputs(inputs)
     feed = draw_inputs(model, source, seed, sizes) if inputs is None else _in_order(inputs, source)
     _check_interface(model, path, source, feed, whose)
+    check_shapes(model, {name: tuple(tensor.shape) for name, tensor in feed.items()})
     given = None if unmapped_path is None else existing_file(unmapped_path, "file before mapping")
     engines = []
     if engine_path is not None:
