@@ -12,7 +12,7 @@ ROWS = Bound("rows", 16, None, "model.py:10 'max(n, 16)'")
 
 
 def _model() -> ir.Model:
-    value = ir.Input("x", ir.Shape(["seq", 4]), ir.TensorType(ir.DataType.FLOAT))
+    value = ir.val("x", ir.DataType.FLOAT, ["seq", 4])
     node = ir.Node("", "Relu", [value])
     node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "y", value.type, value.shape
     return ir.Model(ir.Graph([value], [node.outputs[0]], nodes=[node], opset_imports={"": 20}, name="g"), ir_version=10)
@@ -35,7 +35,7 @@ def test_case_55_bounds_go_through_a_file(tmp_path):
 def test_a_size_beyond_a_bound_is_refused_with_the_reason(size, bound, taken):
     with pytest.raises(InputError) as caught:
         check_sizes({bound.symbol: bound}, {"other": 1, bound.symbol: size})
-    assert str(caught.value) == f"dimension '{bound.symbol}' was {size}; {taken} is taken, for {bound.reason}"
+    assert str(caught.value) == f"dimension '{bound.symbol}' was {size}; {taken} is taken: {bound.reason}"
 
 
 def test_sizes_within_the_bounds_are_taken():

@@ -102,7 +102,7 @@ def test_case_56_a_bound_of_the_file_is_the_longest_length(baked: Path, tmp_path
     assert [length.where for length in report.lengths] == ["t=1", "t=15"]
     assert report.passed
     # Beyond it the file itself says that it is not right.
-    with pytest.raises(InputError, match=r"dimension 't' was 16; 1 to 15 is taken, for a branch in forward"):
+    with pytest.raises(InputError, match=r"dimension 't' was 16; 1 to 15 is taken: a branch in forward"):
         compare(path, source, sizes={"t": 16})
     with pytest.raises(InputError, match="dimension 't' was 20"):
         compare(path, source, inputs={"x": torch.randn(20, HIDDEN)})

@@ -4,7 +4,7 @@ A Python branch or loop on a length leaves the example's branch in the graph, wh
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import onnx_ir as ir
@@ -42,7 +42,7 @@ class Bound:
         return self.minimum <= size and (self.maximum is None or size <= self.maximum)
 
     def __str__(self) -> str:
-        return f"{self.symbol}: {self.sizes}, for {self.reason}"
+        return f"the file is right only where '{self.symbol}' is {self.sizes}: {self.reason}"
 
 
 def bounds_of(model: ir.Model) -> dict[str, Bound]:
@@ -94,4 +94,17 @@ def check_sizes(bounds: Mapping[str, Bound], sizes: Mapping[str, int]) -> None:
     for symbol, size in sizes.items():
         bound = bounds.get(symbol)
         if bound is not None and size not in bound:
-            raise InputError(f"dimension '{symbol}' was {size}; {bound.sizes} is taken, for {bound.reason}")
+            raise InputError(f"dimension '{symbol}' was {size}; {bound.sizes} is taken: {bound.reason}")
+
+
+def check_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Checks that the shapes of a model's inputs, by name, lie within the bounds that the model carries.
+
+    Raises:
+        InputError: as of `bounds_of` and `check_sizes`.
+    """
+    bounds = bounds_of(model)
+    for value in model.graph.inputs if bounds else ():
+        for dimension, size in zip(value.shape or (), shapes.get(value.name or "", ()), strict=False):
+            if isinstance(dimension, ir.SymbolicDim) and dimension.value is not None:
+                check_sizes(bounds, {dimension.value: size})

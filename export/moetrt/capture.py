@@ -7,16 +7,18 @@ import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 import torch
 
+from moetrt.bounds import Bound, as_json, bounds_of, write_bounds
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
 from moetrt.files import as_path, file_sha256, output_directory, output_file, write_atomically
+from moetrt.guards import Guards, noted
 from moetrt.huggingface import CausalLM
 from moetrt.mapping import TAILS_EXPECTED, inference_problem, sort_topk
 from moetrt.onnx_files import data_path_of, save_model
@@ -53,6 +55,7 @@ class ExportResult:
         tails_expected: how many tails the source said there are; None where it does not say.
         operators: how many of moetrt's operator nodes the graph has.
         nodes: how many nodes the graph has.
+        bounds: the sizes at which the file is right, by symbol, where it is not right at all; the file holds them too.
     """
 
     model_path: Path
@@ -63,6 +66,7 @@ class ExportResult:
     tails_expected: int | None
     operators: int
     nodes: int
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
 
 
 def export(
@@ -108,6 +112,7 @@ def export(
                 "source": source.description,
                 "opset": opset,
                 "inputs": {value.name: dims(value) for value in model.graph.inputs},
+                "bounds": as_json(bounds_of(model)),
                 "tails_expected": source.tails_expected,
                 "operators": operators,
                 "command": command(),
@@ -128,6 +133,7 @@ def export(
         tails_expected=source.tails_expected,
         operators=operators,
         nodes=len(model.graph),
+        bounds=bounds_of(model),
     )
 
 
@@ -164,10 +170,12 @@ def capture(
 
     Returns:
         The model. Operator nodes are named after the module that they come from and have their model-local functions;
-        ``metadata_props`` hold the number of tails that the source expects.
+        ``metadata_props`` hold the number of tails that the source expects, and the bounds of dynamic dimensions at
+        which alone the graph is right (`moetrt.bounds`).
 
     Raises:
-        InputError, InputTypeError: as of `export`.
+        InputError, InputTypeError: as of `export`. Among them: a Python branch, loop or number that depends on a size,
+            and not as a range of sizes.
     """
     check_source(source)
     if opset not in OPSETS:
@@ -184,7 +192,7 @@ def capture(
             rewritten(source.module, experts),
             _inference(source.module),
         ):
-            model = _translate(source, chosen, opset)
+            model, bounds = _translate(source, chosen, opset)
     except MoetrtError:
         raise
     except (Exception, SystemExit) as error:
@@ -201,6 +209,7 @@ def capture(
         _check_that_it_runs(source, problem)
     if source.tails_expected is not None:
         model.metadata_props[TAILS_EXPECTED] = str(source.tails_expected)
+    write_bounds(model, bounds)
     return model
 
 
@@ -235,12 +244,39 @@ class _Entry(torch.nn.Module):
         return self.module(*tensors)
 
 
-def _translate(source: Source, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> ir.Model:
+def _translate(
+    source: Source, dynamic: Mapping[str, Mapping[int, str]], opset: int
+) -> tuple[ir.Model, dict[str, Bound]]:
+    """The module as ONNX, and the sizes at which the graph is right."""
     shapes = tuple(dict(dynamic.get(name, {})) for name in source.input_names)
     entry = _Entry(source.module)
     entry.training = False
     # When tracing fails, torch prints the graph so far to stderr, which need not be what is at fault.
-    with torch.no_grad(), redirect_stderr(io.StringIO()):
+    with torch.no_grad(), redirect_stderr(io.StringIO()), noted() as guards:
+        program = _exported(entry, source, shapes, opset, guards)
+    model: ir.Model = program.model
+    if len(model.graph.outputs) != len(source.output_names):
+        raise InputError(
+            f"{source.description} gave {len(model.graph.outputs)} outputs; "
+            f"its source names {len(source.output_names)}: {', '.join(source.output_names)}"
+        )
+    assert program.exported_program is not None
+    bounds = guards.bounds(program.exported_program, shapes)
+    for value, symbols in zip(model.graph.inputs, shapes, strict=True):
+        for dim, symbol in symbols.items():
+            became = None if value.shape is None else value.shape[dim]
+            if became != ir.SymbolicDim(symbol):
+                raise InputError(
+                    f"dimension {dim} of input '{value.name}' is to be dynamic as '{symbol}', but became {became} in "
+                    "the graph"
+                )
+    return model, bounds
+
+
+def _exported(
+    entry: torch.nn.Module, source: Source, shapes: tuple[dict[int, str], ...], opset: int, guards: Guards
+) -> torch.onnx.ONNXProgram:
+    try:
         program = torch.onnx.export(
             entry,
             tuple(source.example_inputs.values()),
@@ -252,14 +288,13 @@ def _translate(source: Source, dynamic: Mapping[str, Mapping[int, str]], opset: 
             dynamo=True,
             verbose=False,
         )
+    except Exception as error:
+        fixed = guards.fixed(shapes) if "static shape" in str(_innermost(error)) else None
+        if fixed is None:
+            raise
+        raise InputError(f"{source.description} was not exported to ONNX: {fixed}") from error
     assert program is not None
-    model: ir.Model = program.model
-    if len(model.graph.outputs) != len(source.output_names):
-        raise InputError(
-            f"{source.description} gave {len(model.graph.outputs)} outputs; "
-            f"its source names {len(source.output_names)}: {', '.join(source.output_names)}"
-        )
-    return model
+    return program
 
 
 def _check_that_it_runs(source: Source, problem: str) -> None:
@@ -313,10 +348,14 @@ def _folder(folder: Path) -> Iterator[None]:
 
 def _cause(error: BaseException) -> str:
     """What torch's exporter wrapped: the innermost cause says most, and torch's own text is long."""
-    seen = error
-    while seen.__cause__ is not None:
-        seen = seen.__cause__
+    seen = _innermost(error)
     return first_sentence(seen) if isinstance(seen, MoetrtError) else f"{type(seen).__name__}: {first_sentence(seen)}"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _depth(module: torch.nn.Module) -> int:

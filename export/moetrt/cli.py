@@ -216,6 +216,7 @@ def export_command(
         step.result = f"{result.model_path}: {result.nodes} nodes, opset {result.opset}"
         expected = "not known" if result.tails_expected is None else result.tails_expected
         step.details.append(f"tails: {expected} expected, {result.operators} captured")
+        step.details += map(str, result.bounds.values())
     for other in result.stale:
         out.line(f"note: '{other}' reads '{result.data_path}', which holds other weights now: map again")
     out.line(f"next: moetrt map {result.model_path} -o {result.model_path.with_name('mapped.onnx')}")

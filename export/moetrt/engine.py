@@ -16,6 +16,7 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from moetrt.backends import TENSORRT, Backend, Progress, choose, gpus
+from moetrt.bounds import bounds_of
 from moetrt.errors import InputError, InputTypeError
 from moetrt.files import (
     Named,
@@ -143,7 +144,7 @@ def build_engine(
         plugin_library=library.name if library else None,
         plugin_library_sha256=library_sha256(library) if library else None,
         profile=profile,
-        warnings=tuple(run_as_functions(model, plugin_layers)) if library else (),
+        warnings=(*map(str, bounds_of(model).values()), *(run_as_functions(model, plugin_layers) if library else ())),
     )
     try:
         # Entered first, so renamed last: an engine never lies beside the description of an older one.

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from moetrt.bounds import Bound, as_json, bounds_of
 from moetrt.errors import MoetrtError
 from moetrt.mapping import TAILS_EXPECTED, check_operator_node, map_model
 from moetrt.mapping_report import MAPPED_FORM, Site, attribute_line, operand_line
@@ -84,6 +85,7 @@ class Inspection:
         refused: how many of ``tails`` the plugin refuses.
         readers: by reader: what it will run.
         warnings: what is wrong, or will surprise, one line each.
+        bounds: the sizes at which the file is right, by symbol, where it is not right at all.
     """
 
     path: str
@@ -95,15 +97,17 @@ class Inspection:
     refused: int
     readers: dict[str, str]
     warnings: list[str] = field(default_factory=list)
+    bounds: dict[str, Bound] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The inspection for JSON."""
-        return asdict(self) | {"sites": [site.as_dict() for site in self.sites]}
+        return asdict(self) | {"sites": [site.as_dict() for site in self.sites], "bounds": as_json(self.bounds)}
 
     def lines(self) -> list[str]:
         """The inspection as text."""
         expected = "" if self.expected is None else f" ({self.expected} expected)"
         lines = [f"{self.path}: opset {self.opset}, IR version {self.ir_version}, {len(self.tails)} tails{expected}"]
+        lines += map(str, self.bounds.values())
         for tail in self.tails:
             lines.append(f"{tail.name}: {tail.operator}, {tail.dtype or 'unknown dtype'}")
             lines.append(attribute_line(tail.attributes))
@@ -146,6 +150,7 @@ def inspect_file(path: str | os.PathLike[str]) -> Inspection:
         refused=len(refused),
         readers=_readers(model, tails),
         warnings=warnings,
+        bounds=bounds_of(model),
     )
     warnings += _function_warnings(model, tails)
     warnings += _graph_warnings(model)

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from moetrt.bounds import bounds_of
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named, check_distinct, output_file, write_atomically
 from moetrt.inlined import plain_choices
@@ -172,7 +173,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
         if operator_of(node) is not None:
             check_operator_node(node)
     remove_functions(model)
-    notes = inline_functions(model)
+    notes = [*map(str, bounds_of(model).values()), *inline_functions(model)]
     unnamed = name_dimensions(model)
     fill_in_shapes(model)
     if plain_choices(model):

@@ -8,6 +8,7 @@ from typing import SupportsIndex
 
 import onnx_ir as ir
 
+from moetrt.bounds import Bound, bounds_of
 from moetrt.errors import InputError, InputTypeError
 from moetrt.onnx_op import named_inputs, operator_of
 from moetrt.registry import our_nodes
@@ -106,7 +107,8 @@ def make_profile(
 
     Each dynamic dimension has three ends, and a named one has the same in every input. An end that no shape gives takes
     its default, of `DEFAULT_RANGE`: the smallest and the largest make way for those that are given, and the optimum is
-    moved between them. The rows of a tail whose map is an input too are as many as the routes: K times the tokens.
+    moved between them; all lie within the bounds that the model carries. The rows of a tail whose map is an input too
+    are as many as the routes: K times the tokens.
 
     Args:
         model: its graph inputs say the names, ranks and static dimensions.
@@ -117,7 +119,7 @@ def make_profile(
 
     Raises:
         InputError: a name that is no input, another rank, another size than a static dimension's, min > opt or
-            opt > max, or one named dimension with two sizes at one end.
+            opt > max, one named dimension with two sizes at one end, or a size beyond a bound.
     """
     inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
     given: dict[str, dict[str, Sequence[int]]] = {}
@@ -139,7 +141,8 @@ def make_profile(
                         f"{end} of dimension {dimension} was {known} in {where} and {sizes[axis]} in {name}; one "
                         "dimension has one range"
                     )
-    ranges = {key: _range(key, ends) for key, ends in told.items()}
+    limits: dict[_Dimension, Bound] = {symbol: bound for symbol, bound in bounds_of(model).items()}
+    ranges = {key: _range(key, told.get(key, {}), limits.get(key)) for key in {**told, **limits}}
     for rows, (tokens, top_k) in rows_of_tokens(model, inputs).items():
         if rows not in ranges:
             low, best, high = ranges.get(tokens, DEFAULT_RANGE)
@@ -166,14 +169,20 @@ def _key(name: str, axis: int, dimension: int | ir.SymbolicDim) -> _Dimension:
     return symbol or (name, axis)
 
 
-def _range(key: _Dimension, told: Mapping[str, tuple[int, str]]) -> tuple[int, int, int]:
+def _range(key: _Dimension, told: Mapping[str, tuple[int, str]], limit: Bound | None) -> tuple[int, int, int]:
     """(min, opt, max) of a dimension from the ends that are given, each with the input that gives it."""
     for (lower, (below, one)), (upper, (above, other)) in pairwise((end, told[end]) for end in ENDS if end in told):
         if below > above:
             # Within one input the shapes were held against each other before.
             raise InputError(f"dimension {key} has the {lower} {below} in {one}, above its {upper}, {above} in {other}")
     sizes = {end: size for end, (size, _) in told.items()}
+    for end, (size, name) in told.items():
+        if limit is not None and size not in limit:
+            raise InputError(f"{end} of dimension {key} was {size} in {name}; {limit.sizes} is taken: {limit.reason}")
     low, best, high = DEFAULT_RANGE
+    if limit is not None:
+        low = max(low, limit.minimum)
+        high = max(low, high) if limit.maximum is None else min(max(low, high), limit.maximum)
     low = sizes.get("min", min([low, *sizes.values()]))
     high = sizes.get("max", max([high, *sizes.values()]))
     return low, sizes.get("opt", max(low, min(best, high))), high

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import torch
 
 from moetrt.bench.plan import FILES, TOOLS, Plan, Point, TailOfModel
+from moetrt.bounds import bounds_of
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import find_plugin_library, library_sha256
@@ -100,7 +101,7 @@ def make_plan(
     inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
     given: list[dict[str, Shape]] = [{name: tuple(tensor.shape) for name, tensor in feed.items()} for feed in feeds]
     given = given or [_told(inputs, point) for point in points]
-    notes = _check_feeds(inputs, nodes, feeds, inputs_name)
+    notes = [*map(str, bounds_of(model).values()), *_check_feeds(inputs, nodes, feeds, inputs_name)]
     bounds = (minimum, optimum, maximum) if minimum or optimum or maximum else _bounds(given)
     profile = make_profile(model, *bounds)
     planned = []

@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 
 from moetrt.backends import Progress, choose
+from moetrt.bounds import check_shapes
 from moetrt.capture import weights_of
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
@@ -21,7 +22,7 @@ from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
 from moetrt.onnx_files import load_model
 from moetrt.parity.choices import Choosing, Tie, choosers, find_ties, fits, made_by, ties_as_list, told
 from moetrt.parity.finite import first_not_finite
-from moetrt.parity.lengths import LengthParity, check_within_bounds, other_lengths
+from moetrt.parity.lengths import LengthParity, other_lengths
 from moetrt.parity.replay import draw_inputs, load_inputs
 from moetrt.parity.runners import OrtRunner, Results, TorchRunner, at_each, session_of, side_by_side, tensorrt_runner
 from moetrt.parity.tails import operands_from, run_tail, tails_of
@@ -299,7 +300,7 @@ def compare(
         whose, inputs = f"inputs file '{os.fspath(inputs)}'", load_inputs(inputs)
     feed = draw_inputs(model, source, seed, sizes) if inputs is None else _in_order(inputs, source)
     _check_interface(model, path, source, feed, whose)
-    check_within_bounds(model, source, feed)
+    check_shapes(model, {name: tuple(tensor.shape) for name, tensor in feed.items()})
     if lengths is None:
         lengths = other_lengths(model, source) if sizes is None and inputs is None else []
     before = None if unmapped_path is None else existing_file(unmapped_path, "file before mapping")

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
-import torch
 
-from moetrt.bounds import bounds_of, check_sizes
+from moetrt.bounds import bounds_of
 from moetrt.parity.choices import Tie, ties_as_list
 from moetrt.parity.verdict import OutputParity
 from moetrt.profiles import rows_of_tokens
@@ -128,19 +127,6 @@ def other_lengths(model: ir.Model, source: Source) -> list[dict[str, int]]:
                 sizes[many] = top_k * sizes[few]
     found = [sizes for sizes in lengths if sizes and sizes != examples]
     return found if len(found) < 2 or found[0] != found[1] else found[:1]
-
-
-def check_within_bounds(model: ir.Model, source: Source, feed: Mapping[str, torch.Tensor]) -> None:
-    """Checks that inputs lie within the bounds that a file carries.
-
-    Raises:
-        InputError: they do not: the file says that it gives something else there.
-    """
-    sizes: dict[str, int] = {}
-    names = _names_in_file(model, source)
-    for name, dims in source.dynamic_shapes.items():
-        sizes |= {names[symbol]: feed[name].shape[axis] for axis, symbol in dims.items() if symbol in names}
-    check_sizes(bounds_of(model), sizes)
 
 
 def _names_in_file(model: ir.Model, source: Source) -> dict[str, str]:

@@ -44,17 +44,41 @@ def by_token(
     query = query * query.shape[-1] ** -0.5
     heads = value.shape[2]
     query, key = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (query, key))
-    if initial_state is None:
-        initial_state = query.new_zeros(query.shape[0], heads, query.shape[-1], value.shape[-1])
+    out, state = recurrence(query, key, value, decay[..., None], beta, initial_state)
+    return out.to(dtype), state if output_final_state else None
+
+
+def recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta rule of float32 tensors, token by token.
+
+    Args:
+        query, key: ``[batch, seq, heads, Dk]``.
+        value: ``[batch, seq, heads, Dv]``.
+        decay: ``[batch, seq, heads, Dk]``, or 1 in place of Dk.
+        beta: ``[batch, seq, heads]``.
+        state: ``[batch, heads, Dk, Dv]``; zeros where None.
+
+    Returns:
+        ``[batch, seq, heads, Dv]``, and the last state.
+    """
+    if state is None:
+        state = query.new_zeros(query.shape[0], query.shape[2], query.shape[-1], value.shape[-1])
 
     def step(state: torch.Tensor, now: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value, decay, beta = now
-        state = state * decay[..., None, None]
+        state = state * decay.unsqueeze(-1)
         known = (key.unsqueeze(-2) @ state).squeeze(-2)
         state = state + key.unsqueeze(-1) * (beta.unsqueeze(-1) * (value - known)).unsqueeze(-2)
         return state, (query.unsqueeze(-2) @ state).squeeze(-2)
 
     # scan takes no views that overlap: each input is a tensor of its own, tokens first.
     tokens_first = [x.transpose(0, 1).contiguous() for x in (query, key, value, decay, beta)]
-    state, out = scan(step, initial_state.float(), tokens_first)
-    return out.transpose(0, 1).to(dtype), state if output_final_state else None
+    state, out = scan(step, state.float(), tokens_first)
+    return out.transpose(0, 1), state

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from types import CodeType
 from typing import Any
 
 import torch
 
-from moetrt.rewrites import dbrx, llama4, longrope
+from moetrt.rewrites import compressed_attention, dbrx, lightning, llama4, longrope
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,20 @@ FORMS = (
     KnownForm(llama4.SOURCES, llama4.forward, moe=True),
     KnownForm(dbrx.SOURCES, dbrx.forward, moe=True),
     KnownForm(longrope.SOURCES, longrope.forward, moe=False),
+    KnownForm(lightning.SOURCES, lightning.forward, moe=False),
+    KnownForm(compressed_attention.INDEXER, compressed_attention.indexer, moe=False),
+    KnownForm(compressed_attention.SPARSE, compressed_attention.sparse, moe=False),
+    KnownForm(compressed_attention.HEAVY, compressed_attention.heavy, moe=False),
 )
 
 
-def digest(function: Callable[..., Any]) -> str:
-    """Of a function's source without white space; empty where the source cannot be read."""
+def digest(function: Callable[..., Any] | CodeType) -> str:
+    """Of a function's, or its code's, source without white space; empty where the source cannot be read."""
     return _digest(getattr(function, "__func__", function))
 
 
 @cache
-def _digest(function: Callable[..., Any]) -> str:
+def _digest(function: Callable[..., Any] | CodeType) -> str:
     try:
         text = inspect.getsource(function)
     except (OSError, TypeError):

@@ -8,12 +8,14 @@ from unittest.mock import patch
 import torch
 
 from moetrt.errors import InputError
-from moetrt.rewrites import delta_rule, selective_scan
+from moetrt.rewrites import delta_rule, kimi_delta_rule, mamba2, selective_scan
 from moetrt.rewrites.known_forms import digest
 
 FUNCTIONS = (
     (delta_rule.NAME, delta_rule.SOURCE, delta_rule.by_token),
+    (kimi_delta_rule.NAME, kimi_delta_rule.SOURCE, kimi_delta_rule.by_token),
     (selective_scan.NAME, selective_scan.SOURCE, selective_scan.by_token),
+    (mamba2.NAME, mamba2.SOURCE, mamba2.by_token),
 )
 """A function's name in the file that calls it, its digest, and what takes its place."""
 
