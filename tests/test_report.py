@@ -462,8 +462,16 @@ DERIVED = (
             lambda c: c["sites"][0].update(operator=None),
             "sites[0].operator was null; the operator of a tail that is matched is taken",
         ),
-        ("parity.json", lambda c: c.update(passed=False), "passed was false; its outputs and tails make it true"),
-        ("parity.json", lambda c: c.update(undecided=True), "undecided was true; its outputs and tails make it false"),
+        (
+            "parity.json",
+            lambda c: c.update(passed=False),
+            "passed was false; its outputs, tails and lengths make it true",
+        ),
+        (
+            "parity.json",
+            lambda c: c.update(undecided=True),
+            "undecided was true; its outputs, tails and lengths make it false",
+        ),
         (
             "parity.json",
             lambda c: c["outputs"][0].update(rms=1.0),
@@ -525,7 +533,9 @@ def test_the_verdict_says_what_failed(folder: Path) -> None:
     changed(folder / "parity.json", tail_differs)
     text = make_report(folder).verdicts[1].text
     assert re.match(
-        r"\d+ outputs within tolerance \(.*\)\. 1 tail other than what was replaced, layer 1 first\.$", text
+        r"\d+ outputs within tolerance \(.*\)\. Within tolerance at batch=1, seq=1; batch=8, seq=32 too\. "
+        r"1 tail other than what was replaced, layer 1 first\.$",
+        text,
     )
 
     def near_a_tie(content: dict[str, Any]) -> None:
@@ -539,11 +549,42 @@ def test_the_verdict_says_what_failed(folder: Path) -> None:
 
     def empty(content: dict[str, Any]) -> None:
         content["passed"] = False
-        content["outputs"] = []
+        content["outputs"] = content["lengths"] = []
 
     (folder / "parity.json").write_text(whole)
     changed(folder / "parity.json", empty)
     assert make_report(folder).verdicts[1].text == "No output was compared."
+
+
+def test_case_56_each_length_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that differs, and one at which PyTorch gives nothing, are in the verdict and in the table of every form."""
+
+    def at_lengths(content: dict[str, Any]) -> None:
+        short, long = content["lengths"]
+        short.update(outputs=[], not_measured="pytorch failed with ValueError: too short")
+        long["passed"] = long["outputs"][0]["passed"] = content["passed"] = False
+        long["cause"] = "the graph before mapping differs from PyTorch already"
+        long["ties"] = [{"tokens": 3, "first": {}}]
+
+    report = make_report(folder)
+    assert [(length.passed, length.measured) for length in report.parity[0].lengths] == [(True, True)] * 2
+    changed(folder / "parity.json", at_lengths)
+    report = make_report(folder)
+    assert report.verdicts[1].state == BAD
+    assert "Out of tolerance at batch=8, seq=32. Not measured at batch=1, seq=1. 3 ties" in report.verdicts[1].text
+    for text in (Page(html(report)).whole, markdown(report).replace("\\", ""), json_text(report)):
+        for said in (
+            "batch=8, seq=32",
+            "the graph before mapping differs",
+            "pytorch failed with ValueError: too short",
+        ):
+            assert said in text
+
+    def denied(content: dict[str, Any]) -> None:
+        content["lengths"][1]["passed"] = True
+
+    changed(folder / "parity.json", denied)
+    assert "lengths[1].passed was true; its outputs and failure make it false" in refusal(folder, capsys)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _EXTRAS = {"transformers": "hf"}
 _SPREAD_OPTIONS = ("--min", "--opt", "--max", "--shapes", "--dynamic", "--point")
 # Of these, the words that follow belong to the one before: each time the option is given is another value.
-_JOINED_OPTIONS = ("--point",)
+_JOINED_OPTIONS = ("--point", "--shapes")
 _SPREAD_WORD = re.compile(r"[^-].*:\d")
 
 
@@ -337,7 +337,11 @@ def build_command(
 @click.option("--against", required=True, metavar="SOURCE", help="The PyTorch model, as `moetrt export` takes it.")
 @_dtype_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
-@_shape_option("shapes", "Sizes of the inputs; default: those of the source's example.")
+@_shape_option(
+    "shapes",
+    "Sizes of the inputs; given again, others, compared end to end. Default: those of the source's example, then 1 in "
+    "each dynamic dimension, then the longest that the file allows, else 4 times the example.",
+)
 @click.option(
     "--unmapped", metavar="FILE", help="The file before mapping; default: model.onnx beside MODEL if it is that."
 )
@@ -386,7 +390,7 @@ def compare_command(
     from moetrt.report.pages import page_files
     from moetrt.source import load_source
 
-    shapes = _shapes(shapes_words)
+    shapes = [_shapes([word]) for word in shapes_words]
     existing_file(model, "ONNX model")
     in_folder = os.path.join(report_folder, "parity.json") if report_folder else None
     written = [("report", json_path), ("report", in_folder), ("inputs file", save_inputs)]
@@ -403,13 +407,14 @@ def compare_command(
         before = files_before_mapping(Path(model), existing_file(unmapped, "file before mapping") if unmapped else None)
         check_distinct([*files_of(graph, model), *before, *((what, path) for what, path in read if path)], outputs)
         source = load_source(against, dtype=dtype)
-        sizes = source.sizes_of(shapes)
+        sizes = source.sizes_of(shapes[0]) if shapes else None
         feed = replay.load_inputs(load_inputs) if load_inputs else replay.draw_inputs(graph, source, seed, sizes)
         report = compare(
             model,
             source,
             seed=seed,
             sizes=sizes,
+            lengths=[source.sizes_of(asked) for asked in shapes[1:]] if shapes else None,
             inputs=load_inputs,
             unmapped_path=unmapped,
             experts_implementation=experts_implementation,

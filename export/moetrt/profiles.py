@@ -143,7 +143,7 @@ def make_profile(
                     )
     limits: dict[_Dimension, Bound] = dict(bounds_of(model).items())
     ranges = {key: _range(key, told.get(key, {}), limits.get(key)) for key in {**told, **limits}}
-    for rows, (tokens, top_k) in _rows_of_tokens(model, inputs).items():
+    for rows, (tokens, top_k) in rows_of_tokens(model, inputs).items():
         if rows not in ranges:
             low, best, high = ranges.get(tokens, DEFAULT_RANGE)
             ranges[rows] = (low, min(top_k * best, _MAX_SIZE), min(top_k * high, _MAX_SIZE))
@@ -188,7 +188,7 @@ def _range(key: _Dimension, told: Mapping[str, tuple[int, str]], limit: Bound | 
     return low, sizes.get("opt", max(low, min(best, high))), high
 
 
-def _rows_of_tokens(model: ir.Model, inputs: Mapping[str, ir.Value]) -> dict[_Dimension, tuple[_Dimension, int]]:
+def rows_of_tokens(model: ir.Model, inputs: Mapping[str, ir.Value]) -> dict[_Dimension, tuple[_Dimension, int]]:
     """The dimension R of tails whose rows and map are inputs of the model: the dimension of its tokens, and K."""
     found: dict[_Dimension, tuple[_Dimension, int]] = {}
     for node in our_nodes(model):

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +20,11 @@ from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.files import existing_file, file_sha256, write_atomically
 from moetrt.library import KernelLibrary, find_plugin_library, load_host_library
 from moetrt.onnx_files import load_model
+from moetrt.parity.choices import Choosing, Tie, choosers, find_ties, fits, made_by, ties_as_list, told
 from moetrt.parity.finite import first_not_finite
+from moetrt.parity.lengths import LengthParity, other_lengths
 from moetrt.parity.replay import draw_inputs, load_inputs
-from moetrt.parity.runners import OrtRunner, Results, TorchRunner, session_of, side_by_side, tensorrt_runner
+from moetrt.parity.runners import OrtRunner, Results, TorchRunner, at_each, session_of, side_by_side, tensorrt_runner
 from moetrt.parity.tails import operands_from, run_tail, tails_of
 from moetrt.parity.twins import FLOATS, TORCH_DTYPES, expose, float32_twin, half_dtype
 from moetrt.parity.verdict import (
@@ -62,6 +64,8 @@ class ParityReport:
         how: what was run, in one line.
         outputs: one for each output and runner; tails that were compared by themselves follow.
         tails: each tail against the graph before mapping, in order; empty where there was none to hold them against.
+        lengths: what was found at other lengths, end to end.
+        ties: choices that rounding decides, which PyTorch was given as ONNX Runtime made them.
         cause: for a model that differs, the first thing that is off and what explains it; empty where nothing is known.
         notes: what was not run and why, and where the graph before mapping is from.
         backends: which TensorRT ran the engines, and its version.
@@ -75,14 +79,16 @@ class ParityReport:
     how: str
     outputs: tuple[OutputParity, ...]
     tails: tuple[TailVerdict, ...] = ()
+    lengths: tuple[LengthParity, ...] = ()
+    ties: tuple[Tie, ...] = ()
     cause: str = ""
     notes: tuple[str, ...] = ()
     backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
-        """Whether every output and every tail passed; a report without outputs does not."""
-        return bool(self.outputs) and _all_passed(self.outputs) and _all_passed(self.tails)
+        """Whether every output, tail and length passed; a report without outputs does not."""
+        return bool(self.outputs) and _all_passed((*self.outputs, *self.tails, *self.lengths))
 
     @property
     def undecided(self) -> bool:
@@ -91,7 +97,7 @@ class ParityReport:
 
     @property
     def _differs(self) -> bool:
-        return any(map(_off, self.outputs)) or not _all_passed(self.tails)
+        return any(map(_off, self.outputs)) or not _all_passed((*self.tails, *self.lengths))
 
     @property
     def worst(self) -> OutputParity:
@@ -107,12 +113,18 @@ class ParityReport:
         if self.cause:
             return self.cause
         tail = next((tail for tail in self.tails if not tail.passed), None)
-        return self.worst.headline() if tail is None or not self.worst.passed else tail.line()
+        if tail is not None and self.worst.passed:
+            return tail.line()
+        length = next((length for length in self.lengths if not length.passed), None)
+        if length is not None and self.worst.passed:
+            return length.lines()[0]
+        return self.worst.headline()
 
     @property
     def gaps(self) -> tuple[str, ...]:
-        """The outputs that passed though not all of them was measured, one line each."""
+        """The outputs and lengths that passed though not all of them was measured, one line each."""
         found = {output.name: output.gap for output in self.outputs if output.gap and not output.tail}
+        found |= {f"at {length.where}": length.gap for length in self.lengths if length.gap}
         return tuple(f"{name}: {gap}" for name, gap in found.items())
 
     @property
@@ -120,7 +132,9 @@ class ParityReport:
         """How it came out, in a few words."""
         if not self.passed:
             return "UNDECIDED" if self.undecided else "DIFFERS"
-        return "within tolerance" + "".join(f"; NOT MEASURED of {gap}" for gap in self.gaps)
+        tied = [*self.ties, *(tie for length in self.lengths for tie in length.ties)]
+        ties = f"; with ONNX Runtime's choice at {len(tied)} tie{'s' if len(tied) > 1 else ''}" if tied else ""
+        return f"within tolerance{ties}" + "".join(f"; NOT MEASURED of {gap}" for gap in self.gaps)
 
     def lines(self) -> list[str]:
         """The report for people: every output of the model, a line for each tail, and all figures of what differs."""
@@ -140,6 +154,7 @@ class ParityReport:
         for name, outputs in self._by_tail().items():
             found.append(_tail_line(name, outputs, by_name.get(name)))
         found += [tail.line() for tail in self.tails if not tail.passed]
+        found += [line for length in self.lengths for line in length.lines()]
         return found + [f"note: {note}" for note in self.notes]
 
     def _by_tail(self) -> dict[str, list[OutputParity]]:
@@ -169,6 +184,8 @@ class ParityReport:
             "cause": self.cause or None,
             "outputs": [output.as_dict() for output in self.outputs],
             "tails": [tail.as_dict() for tail in self.tails],
+            "lengths": [length.as_dict() for length in self.lengths],
+            "ties": ties_as_list(self.ties),
             "notes": list(self.notes),
         }
 
@@ -185,7 +202,7 @@ class ParityReport:
         return target
 
 
-def _all_passed(verdicts: Iterable[OutputParity | TailVerdict]) -> bool:
+def _all_passed(verdicts: Iterable[OutputParity | TailVerdict | LengthParity]) -> bool:
     return all(verdict.passed for verdict in verdicts)
 
 
@@ -221,6 +238,7 @@ def compare(
     *,
     seed: int = 0,
     sizes: Mapping[str, int] | None = None,
+    lengths: Sequence[Mapping[str, int]] | None = None,
     engine_path: str | os.PathLike[str] | None = None,
     plugin_library: str | os.PathLike[str] | Literal[True] | None = True,
     backend: str | None = None,
@@ -252,6 +270,8 @@ def compare(
         source: the PyTorch model, which also makes the inputs, in range.
         seed: of the inputs.
         sizes: of dynamic dimensions by symbol; the source's example sizes where left out.
+        lengths: further sizes, at which ONNX Runtime is held against PyTorch end to end. Where None, and neither sizes
+            nor inputs are given, those of `moetrt.parity.lengths.other_lengths`.
         engine_path: an engine of the same file, run too; needs a GPU.
         plugin_library: that the engine was built with; True is the one that came with the package, None is none.
         backend: for the engines, as of `moetrt.backends.choose`.
@@ -268,8 +288,9 @@ def compare(
         InputTypeError: the source is no `Source`, or a seed or size is no whole number.
     """
     check_source(source)
-    if not isinstance(sizes, Mapping | None) or not all(isinstance(symbol, str) for symbol in sizes or ()):
-        raise InputTypeError(f"the sizes were {sizes!r}; a dict of ints by symbol is taken")
+    for given in (sizes, *(lengths or ())):
+        if not isinstance(given, Mapping | None) or not all(isinstance(symbol, str) for symbol in given or ()):
+            raise InputTypeError(f"the sizes were {given!r}; a dict of ints by symbol is taken")
     model = load_model(onnx_path)
     fill_in_types(model)
     path = Path(onnx_path)
@@ -280,7 +301,9 @@ def compare(
     feed = draw_inputs(model, source, seed, sizes) if inputs is None else _in_order(inputs, source)
     _check_interface(model, path, source, feed, whose)
     check_shapes(model, {name: tuple(tensor.shape) for name, tensor in feed.items()})
-    given = None if unmapped_path is None else existing_file(unmapped_path, "file before mapping")
+    if lengths is None:
+        lengths = other_lengths(model, source) if sizes is None and inputs is None else []
+    before = None if unmapped_path is None else existing_file(unmapped_path, "file before mapping")
     engines = []
     if engine_path is not None:
         library = find_plugin_library() if plugin_library is True else plugin_library
@@ -292,12 +315,13 @@ def compare(
         model,
         source,
         feed,
-        find_original(path, model, given),
+        find_original(path, model, before),
         experts_implementation,
         progress or (lambda _: None),
     )
     with tempfile.TemporaryDirectory(prefix="moetrt-compare-") as folder:
-        return comparison.report(Path(folder), engines, None if inputs is not None else seed)
+        drawn = _Lengths(lengths, lambda length: draw_inputs(model, source, seed, length))
+        return comparison.report(Path(folder), engines, None if inputs is not None else seed, drawn)
 
 
 @dataclass(frozen=True)
@@ -308,6 +332,14 @@ class _Engine:
     path: str | os.PathLike[str]
     library: str | os.PathLike[str] | None
     backend: str | None
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """Further sizes, and what draws inputs of them."""
+
+    sizes: Sequence[Mapping[str, int]]
+    draw: Callable[[Mapping[str, int]], dict[str, torch.Tensor]]
 
 
 class _Comparison:
@@ -326,6 +358,7 @@ class _Comparison:
         self.path, self.model, self.source, self.feed = path, model, source, feed
         self.experts, self.say = experts, say
         self.tails = tails_of(model)
+        self.choosers = choosers(model)
         self.half = half_dtype(model)
         self.original, why = original
         self.notes: list[str] = [why] if why else []
@@ -340,17 +373,20 @@ class _Comparison:
             self.notes.append(f"the kernel was not compared: {error}")
             return None
 
-    def report(self, folder: Path, engines: Sequence[_Engine], seed: int | None) -> ParityReport:
+    def report(
+        self, folder: Path, engines: Sequence[_Engine], seed: int | None, lengths: _Lengths | None = None
+    ) -> ParityReport:
         """Runs everything."""
         # A 16-bit model runs as its float32 twin; both are the same where the model is float32.
         module = self.source.module if self.half is None else copy.deepcopy(self.source.module).float()
         feed = {name: self._single(tensor) for name, tensor in self.feed.items()}
         walk, unfused = self._prepared(folder)
+        shown = self._read_by_tails() | {chooser.indices for chooser in self.choosers}
         runners: list[Any] = [
-            self._torch(module, feed),
-            TorchRunner(module, feed, self.source.output_names, float64=True, name=GOLD),
-            self._onnx(folder / "mapped", self._runnable(self.path), self._read_by_tails(), ORT, repr(str(self.path))),
+            *self._pytorch(module, feed),
+            self._onnx(folder / "mapped", self._runnable(self.path), shown, ORT, repr(str(self.path))),
         ]
+        ends = runners[:]
         if unfused is not None:
             runners.append(unfused)
         if self.half is None:
@@ -360,10 +396,12 @@ class _Comparison:
         # The file holds constants that the exporter rounded to the model's dtype, such as attention's scale.
         step = None if self.half is None else step_of(TORCH_DTYPES[self.half])
         judged = list(self._judged(results, step))
+        ties = self._settle(module, feed, results, step) if any(map(_off, judged)) else []
+        if ties:
+            judged = list(self._judged(results, step))
         if self.half is not None and engines:
             # A GPU runs the 16-bit model itself, so it is held against PyTorch in 16 bits.
-            gold = TorchRunner(self.source.module, self.feed, self.source.output_names, float64=True, name=GOLD)
-            again = [self._torch(self.source.module, self.feed), gold, *self._engines(engines)]
+            again = [*self._pytorch(self.source.module, self.feed), *self._engines(engines)]
             judged += self._judged(side_by_side(again, self.feed), None)
         values = {**feed, **results[ORT]}
         if walk is not None:
@@ -377,6 +415,13 @@ class _Comparison:
         tails = self._walk(walk)
         outputs = _hinted(judged, self.source if seed is not None else None)
         self._note(outputs, values)
+        others = [] if lengths is None else list(self._at_lengths(module, ends, lengths, step))
+        cause = self._cause(walk, tails, outputs)
+        first = next((place for place, length in enumerate(others) if not length.passed), None)
+        if lengths is not None and first is not None and not any(map(_off, outputs)) and _all_passed(tails):
+            # Nothing but the length is off: there the file is looked at as closely as it was here.
+            others[first] = self._explained(folder / "length", others[first], lengths)
+            cause = f"at {others[first].where}: {others[first].cause}"
         return ParityReport(
             onnx_path=self.path,
             sha256=file_sha256(self.path),
@@ -386,7 +431,9 @@ class _Comparison:
             how=self._how(engines),
             outputs=outputs,
             tails=tails,
-            cause=self._cause(walk, tails, outputs),
+            lengths=tuple(others),
+            ties=tuple(ties),
+            cause=cause,
             notes=tuple(dict.fromkeys(self.notes)),
             backends=dict(map(self._backend, engines)),
         )
@@ -423,8 +470,104 @@ class _Comparison:
     def _single(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if self.half is not None and tensor.is_floating_point() else tensor
 
-    def _torch(self, module: torch.nn.Module, feed: Mapping[str, torch.Tensor]) -> TorchRunner:
-        return TorchRunner(module, feed, self.source.output_names, experts_implementation=self.experts, name=PYTORCH)
+    def _pytorch(
+        self,
+        module: torch.nn.Module,
+        feed: Mapping[str, torch.Tensor],
+        modes: tuple[Choosing | None, Choosing | None] = (None, None),
+    ) -> list[TorchRunner]:
+        """PyTorch as it is and in float64, each with a mode of its own."""
+        names, (mode, gold) = self.source.output_names, modes
+        return [
+            TorchRunner(module, feed, names, experts_implementation=self.experts, mode=mode, name=PYTORCH),
+            TorchRunner(module, feed, names, float64=True, mode=gold, name=GOLD),
+        ]
+
+    def _settle(
+        self,
+        module: torch.nn.Module,
+        feed: Mapping[str, torch.Tensor],
+        results: Results,
+        step: float | None,
+        where: str = "",
+    ) -> list[Tie]:
+        """Where PyTorch chose otherwise than ONNX Runtime, and rounding decides, PyTorch is run with the same choices.
+
+        Returns:
+            The choices; ``results`` has PyTorch's outputs with them. Nothing where the two chose alike, or scores that
+            are too far apart: a note says which.
+        """
+        made = [made_by(chooser, results[ORT]) for chooser in self.choosers]
+        given = [indices for indices in made if indices is not None]
+        if not given:
+            return []
+        self.say("looking for choices that rounding decides")
+        mine, gold = Choosing(given), Choosing(given)
+        again, failures = at_each(self._pytorch(module, feed, (mine, gold)), [feed])[0]
+        if failures or len(given) < len(made) or not (fits(given, mine.seen) and fits(given, gold.seen)):
+            self.notes.append(
+                "whether PyTorch and ONNX Runtime choose the same experts is not known: the file chooses "
+                f"{len(made)} times by scores, PyTorch {len(mine.seen)} times or among others"
+            )
+            return []
+        ties = find_ties(self.choosers, given, mine.seen, gold.seen, step or step_of(torch.float32))
+        decided = next((tie for tie in ties if tie.decided), None)
+        if decided is not None:
+            self.notes.append(f"no tie{where and f' at {where}'}: {decided.line()}")
+            return []
+        results |= again
+        self.notes += told(ties, where)
+        return ties
+
+    def _at_lengths(
+        self, module: torch.nn.Module, runners: Sequence[Any], lengths: _Lengths, step: float | None
+    ) -> Iterator[LengthParity]:
+        """ONNX Runtime against PyTorch at each further length, end to end."""
+        drawn: list[tuple[Mapping[str, int], Mapping[str, torch.Tensor]]] = []
+        for sizes in lengths.sizes:
+            try:
+                drawn.append((sizes, lengths.draw(sizes)))
+            except InputError as error:
+                yield LengthParity(sizes, {}, unmeasured=str(error))
+        if not drawn:
+            return
+        self.say("running " + "; ".join(LengthParity(sizes, {}).where for sizes, _ in drawn))
+        feeds = [{name: self._single(tensor) for name, tensor in feed.items()} for _, feed in drawn]
+        for place, (results, failures) in enumerate(at_each(runners, feeds)):
+            sizes, feed = drawn[place]
+            found = LengthParity(sizes, {name: tuple(tensor.shape) for name, tensor in feed.items()})
+            lost = failures.get(PYTORCH) or failures.get(GOLD)
+            if lost is not None:
+                yield dataclasses.replace(found, unmeasured=str(lost))
+                continue
+            if ORT in failures:
+                found = dataclasses.replace(found, failure=str(failures[ORT]))
+            else:
+                found = dataclasses.replace(found, outputs=tuple(self._judged(results, step)))
+                if not found.passed and (ties := self._settle(module, feeds[place], results, step, found.where)):
+                    found = dataclasses.replace(found, outputs=tuple(self._judged(results, step)), ties=tuple(ties))
+            yield found
+
+    def _explained(self, folder: Path, found: LengthParity, lengths: _Lengths) -> LengthParity:
+        """A length that differs, with what is off there."""
+        self.say(f"looking at {found.where} closely")
+        return dataclasses.replace(found, cause=self._cause_at(folder, found, lengths.draw(found.sizes)))
+
+    def _cause_at(self, folder: Path, found: LengthParity, feed: Mapping[str, torch.Tensor]) -> str:
+        folder.mkdir()
+        original = None if self.original is None else dataclasses.replace(self.original, values={}, single={})
+        closely = _Comparison(self.path, self.model, self.source, feed, (original, ""), self.experts, self.say)
+        try:
+            if not found.failure:
+                report = closely.report(folder, [], None)
+                return found.why if report.passed else report.verdict
+            runner = None if original is None else closely._prepared(folder)[1]
+            single = {name: self._single(tensor) for name, tensor in feed.items()}
+            if runner is not None and at_each([runner], [single])[0][1]:
+                return f"{found.why}; so does the file before mapping: the mapping is not what is off"
+        except MoetrtError as error:
+            self.notes.append(f"at {found.where}, what is off was not found: {error}")
+        return found.why
 
     def _runnable(self, path: Path) -> ir.Model:
         """A copy of a file's model that may be changed, and runs in ONNX Runtime."""

@@ -56,6 +56,7 @@ class TorchRunner(BaseRunner):
         *,
         float64: bool = False,
         experts_implementation: str | None = None,
+        mode: TorchDispatchMode | None = None,
         name: str = "pytorch",
     ) -> None:
         """Makes a runner.
@@ -69,6 +70,7 @@ class TorchRunner(BaseRunner):
                 itself asks to be in float32. Inputs are taken in the dtypes of ``example_inputs``.
             experts_implementation: what the experts of Transformers models run while this runner is active, such as
                 "eager" or "grouped_mm"; what they are set to where None.
+            mode: is on while the module runs.
             name: the runner's name in Polygraphy's results.
         """
         super().__init__(name=name, prefix="pytorch")
@@ -77,6 +79,7 @@ class TorchRunner(BaseRunner):
         self._output_names = output_names
         self._float64 = float64
         self._experts = experts_implementation
+        self._mode = mode
 
     def activate_impl(self) -> None:
         """Makes the float64 copy where one is asked for, else sets the experts' implementation.
@@ -105,13 +108,13 @@ class TorchRunner(BaseRunner):
         started = time.perf_counter()
         try:
             module.eval()
-            with torch.no_grad():
+            with torch.no_grad(), contextlib.ExitStack() as modes:
                 if self._float64:
                     tensors = [t.double() if t.is_floating_point() else t for t in tensors]
-                    with Float64Mode():
-                        outputs = module(*tensors)
-                else:
-                    outputs = module(*tensors)
+                    modes.enter_context(Float64Mode())
+                if self._mode is not None:
+                    modes.enter_context(self._mode)
+                outputs = module(*tensors)
         except MoetrtError:
             raise
         except (Exception, SystemExit) as error:
@@ -274,6 +277,35 @@ class KernelRunner(BaseRunner):
 
 Results = dict[str, dict[str, torch.Tensor]]
 """Runner's name -> its outputs by name."""
+
+
+def at_each(
+    runners: Sequence[BaseRunner], feeds: Sequence[Mapping[str, torch.Tensor]]
+) -> list[tuple[Results, dict[str, InputError]]]:
+    """Runs all on each of several inputs, and goes on where one does not take them.
+
+    Returns:
+        For each: the outputs, and by runner's name why there are none.
+    """
+    from polygraphy.exception import PolygraphyException
+    from polygraphy.logger import G_LOGGER
+
+    found: list[tuple[Results, dict[str, InputError]]] = [({}, {}) for _ in feeds]
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):
+        for runner in runners:
+            with runner:
+                for feed, (results, failures) in zip(feeds, found, strict=True):
+                    try:
+                        outputs = runner.infer(dict(feed))
+                    except InputError as error:
+                        failures[runner.name] = error
+                    except PolygraphyException as error:
+                        failures[runner.name] = InputError(
+                            f"{runner.name} could not be compared: {' '.join(str(error).split())}"
+                        )
+                    else:
+                        results[runner.name] = {name: torch.as_tensor(value) for name, value in outputs.items()}
+    return found
 
 
 def side_by_side(runners: Sequence[BaseRunner], feed: Mapping[str, torch.Tensor]) -> Results:

@@ -27,7 +27,7 @@ class Tail:
         index: its place among the file's tails, from 0.
         node: the node.
         spec: which operator it is.
-        function: the file's own body of it; None where the file has none.
+        functions: the file's own body of it first, then what that calls; empty where the file has none.
         inputs: the values that it reads, by the operator's names.
         opset: of the file.
     """
@@ -35,7 +35,7 @@ class Tail:
     index: int
     node: ir.Node
     spec: OperatorSpec
-    function: ir.Function | None
+    functions: tuple[ir.Function, ...]
     inputs: Mapping[str, ir.Value]
     opset: int
 
@@ -59,10 +59,22 @@ def tails_of(model: ir.Model) -> list[Tail]:
     nodes = [node for node in model.graph if operator_of(node) is not None]
     opset = model.graph.opset_imports[""]
     return [
-        Tail(index, node, spec, model.functions.get(node.op_identifier()), named_inputs(node), opset)
+        Tail(index, node, spec, tuple(_called(node, model.functions)), named_inputs(node), opset)
         for index, node in enumerate(nodes)
         if (spec := operator_of(node)) is not None
     ]
+
+
+def _called(node: ir.Node, functions: Mapping[ir.OperatorIdentifier, ir.Function]) -> Iterator[ir.Function]:
+    """The function that a node calls, then those that it calls itself."""
+    seen = set()
+    pending = [node]
+    while pending:
+        identifier = pending.pop().op_identifier()
+        if identifier in functions and identifier not in seen:
+            seen.add(identifier)
+            yield functions[identifier]
+            pending += functions[identifier].all_nodes()
 
 
 def operands_from(tail: Tail, values: Mapping[str, torch.Tensor], data: ir.DataType) -> dict[str, torch.Tensor]:
@@ -113,11 +125,13 @@ def run_tail(tail: Tail, operands: Mapping[str, torch.Tensor], folder: Path, ker
         name: Operand(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in operands.items()
     }
     model = make_model(tail.spec, known, tail.attributes, opset=tail.opset)
-    if tail.function is not None:
+    if tail.functions:
         # The file's own function is what is on trial.
         model.functions.clear()
-        model.functions[tail.function.identifier()] = tail.function
-        next(iter(model.graph)).overload = tail.function.overload
+        for function in tail.functions:
+            model.functions[function.identifier()] = function
+            model.opset_imports.update({**function.opset_imports, **model.opset_imports})
+        next(iter(model.graph)).overload = tail.functions[0].overload
     for output in model.graph.outputs:
         if output.shape is None:
             output.shape = ir.Shape([operands["expert_weights"].shape[0], None])

@@ -56,11 +56,17 @@ def float32_twin(model: ir.Model) -> ir.Model:
 def widened(model: ir.Model, wider: Mapping[ir.DataType, ir.DataType]) -> ir.Model:
     """Turns ``model`` into the same graph with other floating-point types, in place.
 
+    Functions go into the graphs that call them: what a body's attribute refers to is known at the call alone.
+
     Args:
         model: its weights of these types are read into memory.
         wider: what each type becomes: of values, constants and casts.
+
+    Raises:
+        InputError: a function cannot be put in its calls' places.
     """
-    for graph in [*model.graphs(), *(function.graph for function in model.functions.values())]:
+    _inline(model)
+    for graph in model.graphs():
         for value in values_of(graph):
             if isinstance(value.type, ir.TensorType) and value.type.dtype in wider:
                 # Not changed in place: clones share the objects that say a value's type.
@@ -77,6 +83,17 @@ def widened(model: ir.Model, wider: Mapping[ir.DataType, ir.DataType]) -> ir.Mod
             if ir.DataType.FLOAT in wider:
                 _write_float32_default(node, wider[ir.DataType.FLOAT])
     return model
+
+
+def _inline(model: ir.Model) -> None:
+    """Puts every function in its calls' places, and leaves out those that are not called."""
+    try:
+        InlinePass()(model)
+    except (ir.passes.PreconditionError, ValueError) as error:
+        raise InputError(
+            f"a function of the model cannot be put where it is called: {' '.join(str(error).split())}"
+        ) from error
+    model.functions.clear()
 
 
 def _write_float32_default(node: ir.Node, dtype: ir.DataType) -> None:
@@ -189,11 +206,13 @@ def evaluate(
         part = ir.Model(
             ir.convenience.extract(model.graph, [values[name] for name in sorted(feeds)], [values[n] for n in rest]),
             ir_version=model.ir_version,
-            functions=list(model.functions.values()),
+            # Clones: the inliner and `widened` change what they are given, and the model has these functions too.
+            functions=[function.clone() for function in model.functions.values()],
         )
-        InlinePass()(part)
         if wider:
             widened(part, wider)
+        else:
+            _inline(part)
         evaluator = onnx.reference.ReferenceEvaluator(ir.to_proto(part))
         with np.errstate(all="ignore"):
             results = evaluator.run(None, {name: to_numpy(known[name]) for name in feeds})

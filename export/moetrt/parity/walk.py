@@ -19,6 +19,7 @@ import torch
 from moetrt.capture import MODEL_FILE, capture
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named
+from moetrt.inlining import inline_functions, normalise_domains
 from moetrt.mapping import map_model
 from moetrt.onnx_files import data_files, load_model
 from moetrt.parity.between import alike, first_difference
@@ -165,6 +166,9 @@ def find_original(path: Path, mapped: ir.Model, given: Path | None) -> tuple[Ori
         return None, ""
     try:
         model = load_model(place)
+        # As the mapper does: a tail in a function is known by the names that its values get where it is called.
+        normalise_domains(model)
+        inline_functions(model)
         fill_in_types(model)
         original = Original(model, f"'{place}'" if given else f"'{place.name}' beside it", named=given is not None)
         why = _not_original(mapped, original)

@@ -34,6 +34,7 @@ from moetrt.report.facts import (
     BenchPoint,
     EngineFacts,
     Layer,
+    LengthParity,
     MappingFacts,
     MissingPart,
     ModelFacts,
@@ -324,12 +325,13 @@ def _parity(file: ReportFile) -> ParityFacts:
     content = file.content
     outputs = tuple(_output(entry) for entry in content["outputs"].entries())
     tails = tuple(_tail(entry) for entry in content["tails"].entries())
-    same = all(tail.passed for tail in tails)
+    lengths = tuple(_length(entry) for entry in content["lengths"].entries())
+    same = all(tail.passed for tail in tails) and all(length.passed for length in lengths)
     passed = bool(outputs) and all(output.passed for output in outputs) and same
     differs = any(_off(output) for output in outputs) or not same
     undecided = any(output.undecided for output in outputs) and not differs
-    content["passed"].agree(passed, "its outputs and tails")
-    content["undecided"].agree(undecided, "its outputs and tails")
+    content["passed"].agree(passed, "its outputs, tails and lengths")
+    content["undecided"].agree(undecided, "its outputs, tails and lengths")
     return ParityFacts(
         file=file.path.name,
         source=content["source"].of(str),
@@ -342,7 +344,29 @@ def _parity(file: ReportFile) -> ParityFacts:
         notes=_texts(content["notes"]),
         outputs=outputs,
         tails=tails,
+        lengths=lengths,
+        ties=_ties(content["ties"]),
     )
+
+
+def _length(entry: Field) -> LengthParity:
+    outputs = tuple(_output(output) for output in entry["outputs"].entries())
+    failure, lost, cause = (entry[name].or_none(str) for name in ("failure", "not_measured", "cause"))
+    passed = failure is None and not any(map(_off, outputs))
+    entry["passed"].agree(passed, "its outputs and failure")
+    wrong = next((f"{output.label}: {output.reason}" for output in outputs if _off(output)), None)
+    return LengthParity(
+        sizes=", ".join(f"{name}={size.count()}" for name, size in entry["sizes"].items().items()),
+        passed=passed,
+        measured=bool(outputs) and not all(output.undecided for output in outputs),
+        outputs=outputs,
+        text=cause or failure or wrong or lost or "",
+        ties=_ties(entry["ties"]),
+    )
+
+
+def _ties(field: Field) -> int:
+    return sum(entry["tokens"].count() for entry in field.entries())
 
 
 def _off(output: OutputParity) -> bool:
@@ -607,6 +631,15 @@ def _parity_verdict(parity: Sequence[ParityFacts]) -> Verdict:
     told += [
         f"Not measured: {_count(n, 'element')} of {name}, NaN or Inf in PyTorch too" for name, n in lost.items() if n
     ]
+    lengths = [length for facts in parity for length in facts.lengths]
+    if odd_lengths := [length.sizes for length in lengths if not length.passed]:
+        told.append(f"Out of tolerance at {'; '.join(odd_lengths)}")
+    if same := [length.sizes for length in lengths if length.passed and length.measured]:
+        told.append(f"Within tolerance at {'; '.join(same)} too")
+    if unknown := [length.sizes for length in lengths if length.passed and not length.measured]:
+        told.append(f"Not measured at {'; '.join(unknown)}")
+    if ties := sum(facts.ties + sum(length.ties for length in facts.lengths) for facts in parity):
+        told.append(f"{_count(ties, 'tie')} of experts, at which both sides chose alike")
     if wrong:
         told.append(f"{_count(len(wrong), 'tail')} other than what was replaced, {wrong[0].label} first")
     return Verdict("Parity", GOOD if good else BAD, f"{'. '.join(told)}.")

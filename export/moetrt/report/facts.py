@@ -208,6 +208,27 @@ class TailParity:
 
 
 @dataclass(frozen=True)
+class LengthParity:
+    """The whole model at another length, end to end.
+
+    Attributes:
+        sizes: of the dynamic dimensions, in words.
+        passed: the verdict.
+        measured: whether the two sides gave something to compare.
+        outputs: of ONNX Runtime.
+        text: why it differs, or was not measured; empty otherwise.
+        ties: tokens whose experts rounding decides.
+    """
+
+    sizes: str
+    passed: bool
+    measured: bool
+    outputs: tuple[OutputParity, ...]
+    text: str
+    ties: int
+
+
+@dataclass(frozen=True)
 class ParityFacts:
     """One comparison: what was run, on what, and what came out.
 
@@ -223,6 +244,8 @@ class ParityFacts:
         notes: what was not run and why.
         outputs: every output of every runner.
         tails: every tail against the nodes that it replaced; empty where there was no file before mapping.
+        lengths: other lengths.
+        ties: tokens whose experts rounding decides, which both sides chose alike.
     """
 
     file: str
@@ -236,6 +259,8 @@ class ParityFacts:
     notes: tuple[str, ...]
     outputs: tuple[OutputParity, ...]
     tails: tuple[TailParity, ...]
+    lengths: tuple[LengthParity, ...]
+    ties: int
 
 
 @dataclass(frozen=True)

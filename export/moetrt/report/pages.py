@@ -18,7 +18,7 @@ from moetrt.errors import InputError
 from moetrt.files import check_distinct, output_file, write_atomically
 from moetrt.report import drawings
 from moetrt.report.drawings import Drawing, Mark, Row, rows_plot, series_plot
-from moetrt.report.facts import FORMAT, BenchFacts, OutputParity, ParityFacts, Report, Spread, Timing
+from moetrt.report.facts import FORMAT, BenchFacts, LengthParity, OutputParity, ParityFacts, Report, Spread, Timing
 from moetrt.report.graph import layer_label
 
 PAGE = "report.html"
@@ -140,6 +140,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "sci": scientific,
+        "length_verdict": length_verdict,
         "number": _number,
         "us": microseconds,
         "percent": percent,
@@ -158,6 +159,13 @@ def _environment() -> Environment:
 
 
 # ---------------------------------------------------------------------------------------------------- figures in words
+
+
+def length_verdict(length: LengthParity) -> str:
+    """The verdict over one length, in a word or two."""
+    if not length.passed:
+        return "differs"
+    return "passed" if length.measured else "not measured"
 
 
 def scientific(value: float | None) -> str:
