@@ -48,7 +48,10 @@ COMMANDS: list[tuple[str, str] | tuple[str, str, int]] = [
     ("export {m} -o {d}/a", "source '…' is a file; …"),
     ("export {d} -o {d}/a", "source folder '…' has no config.json; a Hugging Face model folder is taken"),
     ("export {w}/broken -o {d}/a", "source folder '…' was not loaded: …"),
-    ("export {w}/own_code -o {d}/a", "source folder '…' brings model code of its own, which is not run; …"),
+    (
+        "export {w}/own_code -o {d}/a",
+        "…: Transformers … has no model of type '…', and the folder brings model code of its own, …",
+    ),
     (
         "export no_such_module:f -o {d}/a",
         "source '…': there is no module '…' in the current folder or the installation",
@@ -184,7 +187,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, mapped_block: Path) -> Pa
                 attribute.s = b"2"
     onnx.save(version, folder / "version.onnx")
     for name, config in {
-        "broken": {"model_type": "qwen3_moe"},
+        "broken": {"model_type": "qwen3_moe", "hidden_size": "wide"},
         "own_code": {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "model.Own", "AutoConfig": "model.C"}},
     }.items():
         (folder / name).mkdir()
