@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import ntpath
 import os
 import stat
 import tempfile
@@ -64,6 +65,33 @@ def existing_file(path: str | os.PathLike[str], what: str) -> Path:
     if not os.access(found, os.R_OK):
         raise InputError(f"{what} '{found}' cannot be read: permission denied")
     return found
+
+
+def way_out(folder: str | os.PathLike[str], name: str) -> str | None:
+    """How ``name``, which a file in ``folder`` gives as one beside it, leads out of ``folder``; None where it does not.
+
+    Whoever made the folder chose its names and links, so a reader that follows them reads what that person asks for,
+    and a writer copies it. The way to ``folder`` itself is the user's own word, links included. A link from a snapshot
+    in a Hugging Face cache to that cache's own blobs leads nowhere else. What a hard link shares cannot be told.
+
+    Args:
+        folder: where the names are looked up.
+        name: as it is written, such as "model.onnx.data".
+
+    Returns:
+        A few words for a message: "no path that stays in it", or "a link to '/elsewhere/model.onnx.data'".
+    """
+    # As Windows reads it too, where a backslash is a slash: the folder may go there.
+    parts = ntpath.normpath(name).split("\\")
+    if not name or "\0" in name or ntpath.splitdrive(name)[0] or parts[0] in ("", ".", ".."):
+        return "no path that stays in it"
+    root = Path(os.path.realpath(folder))
+    # Not of a path made shorter before: the system goes through "link/.." by the link.
+    real = Path(os.path.realpath(root / name))
+    caches = [place.parent.parent for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    if root in real.parents or any(real.parent == cache / "blobs" for cache in caches):
+        return None
+    return f"a link to '{real}'"
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:

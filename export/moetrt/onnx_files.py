@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from moetrt.errors import InputError
+from moetrt.external_data import check_external_data
 from moetrt.file_copy import copy_range, data_ranges, shares_blocks
 from moetrt.files import Named, check_distinct, existing_file, output_file, write_atomically
 from moetrt.quiet import quiet
@@ -69,8 +70,8 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
 
     Raises:
         InputError: the file is missing, a folder, not ONNX or cut short; the model does not pass onnx.checker or has
-            another opset than those from ``OLDEST_OPSET`` to onnx's newest; or a data file that it names is missing,
-            too short, or lies outside the model's folder.
+            another opset than those from ``OLDEST_OPSET`` to onnx's newest; a data file that it names is too short; or
+            as of `moetrt.external_data.check_external_data`.
         InputTypeError: ``path`` is no path.
     """
     source = existing_file(path, "ONNX model")
@@ -96,7 +97,7 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
                 f"ONNX model '{source}': node '{node.name}' is a {node.op_type}, which ONNX Runtime's optimiser writes "
                 "for itself alone; a model optimised at its basic level is taken"
             )
-    _check_external_fields(proto, source)
+    check_external_data(proto, source)
     _check_dtypes(proto, source)
     check_proto(proto, source)
     try:
@@ -161,34 +162,6 @@ def _check_dtypes(proto: onnx.ModelProto, source: Path) -> None:
             )
 
 
-def _check_external_fields(proto: onnx.ModelProto, source: Path) -> None:
-    """onnx_ir reads these numbers too, but does not say which tensor they belong to."""
-    for tensor in _external_tensors(proto):
-        for field in tensor.external_data:
-            # int() would take "+1", "1_0" and other alphabets' digits, which other readers do not.
-            if field.key in ("offset", "length") and not (field.value.isascii() and field.value.isdecimal()):
-                raise InputError(
-                    f"ONNX model '{source}': {field.key} of '{tensor.name}' in its data file was '{field.value}'; "
-                    "a number of bytes is taken"
-                )
-
-
-_WITHOUT_TENSORS = ("value_info", "metadata_props")
-"""Fields of ONNX's messages that hold no tensor, and most of what a deep model's graph has."""
-
-
-def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
-    """Every tensor anywhere in a protobuf message whose data is in another file."""
-    if isinstance(message, onnx.TensorProto):
-        if message.data_location == onnx.TensorProto.EXTERNAL:
-            yield message
-        return
-    for field, value in message.ListFields():
-        if field.type == field.TYPE_MESSAGE and field.name not in _WITHOUT_TENSORS:
-            for inner in value if isinstance(value, Sequence) else [value]:
-                yield from _external_tensors(inner)
-
-
 def data_files(model: ir.Model) -> list[Path]:
     """The files that hold tensors of ``model``, each once, in the order of the model."""
     paths = [Path(place.tensor.path) for place in _places(model) if isinstance(place.tensor, ir.ExternalTensor)]
@@ -211,21 +184,13 @@ def _one_line(error: BaseException) -> str:
 
 def _check_external(source: Path, folder: Path, tensor: ir.ExternalTensor) -> None:
     location = os.fspath(tensor.location)
-    data = Path(os.path.normpath(folder / location))
-    if os.path.isabs(location) or folder not in data.parents:
-        raise InputError(
-            f"ONNX model '{source}': data of '{tensor.name}' is in '{location}'; "
-            "a path inside the model's folder is taken"
-        )
-    if not data.is_file():
-        raise InputError(f"ONNX model '{source}' needs its data file '{location}' beside it: '{data}' does not exist")
     if tensor.length not in (None, 0, tensor.nbytes):
         raise InputError(
             f"ONNX model '{source}': length of '{tensor.name}' in '{location}' was {tensor.length} bytes; "
             f"its shape and dtype make {tensor.nbytes}"
         )
     end = (tensor.offset or 0) + tensor.nbytes
-    size = data.stat().st_size
+    size = (folder / location).stat().st_size
     if end > size:
         raise InputError(
             f"ONNX model '{source}': data file '{location}' has {size} bytes, but '{tensor.name}' ends at byte {end}; "
