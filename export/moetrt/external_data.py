@@ -1,7 +1,15 @@
-"""Tensors whose data lies outside of the model's file: in files of the model's own folder, at places that are known."""
+"""Tensors whose data lies outside of the model's file: in files of the model's own folder that were written with it.
 
+A model and its data are two files, and each can be replaced without the other. So a data file that is written here ends
+in a mark of its own, and each tensor of the model says, in the field that ONNX has for a checksum, which mark it is of.
+A file without a mark is taken for what its name says, as those of other tools are.
+"""
+
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +18,85 @@ import onnx
 from moetrt.errors import InputError
 from moetrt.files import existing_file, way_out
 
+MARK_BYTES = len("moetrt:") + 32
+"""How long a mark is."""
 
-def check_external_data(proto: onnx.ModelProto, source: Path) -> None:
+
+def new_mark(sources: Iterable[object] = ()) -> str:
+    """A mark that no other data file has.
+
+    Args:
+        sources: where all that the file gets comes from, in order, if that has marks itself: then the mark follows from
+            them, so that mapping a file twice gives the same file. Empty otherwise.
+    """
+    text = repr(list(sources))
+    return "moetrt:" + (hashlib.sha256(text.encode()).hexdigest()[:32] if text != "[]" else uuid.uuid4().hex)
+
+
+def mark_of(file: str | os.PathLike[str] | int) -> str | None:
+    """The mark at the end of a data file, or of an open one; None where it has none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not isinstance(file, int):
+        with open(file, "rb") as opened:
+            return mark_of(opened.fileno())
+    end = os.pread(file, MARK_BYTES, max(0, os.fstat(file).st_size - MARK_BYTES))
+    return end.decode() if re.fullmatch(rb"moetrt:[0-9a-f]{32}", end) else None
+
+
+def claim_marks(proto: onnx.ModelProto, marks: Mapping[str, str | None]) -> None:
+    """Has each external tensor of ``proto`` say which mark its data file has, by ``marks`` of the locations."""
+    for tensor, _ in external_tensors(proto):
+        mark = marks.get(_locations(tensor)[-1])
+        if mark is not None:
+            # Other keys than ONNX's own are refused by ONNX Runtime and TensorRT.
+            tensor.external_data.add(key="checksum", value=mark)
+
+
+def check_marks(proto: onnx.ModelProto, source: Path) -> dict[str, str | None]:
+    """Checks that the data files that are there are those which the model was written with.
+
+    Args:
+        proto: the model, read without its external data.
+        source: its file.
+
+    Returns:
+        The mark of each data file that is there, by its location.
+
+    Raises:
+        InputError: one was replaced.
+    """
+    marks: dict[str, str | None] = {}
+    for tensor, _ in external_tensors(proto):
+        claimed = next((field.value for field in tensor.external_data if field.key == "checksum"), "")
+        for location in _locations(tensor):
+            data = source.parent / location
+            if location not in marks and way_out(source.parent, location) is None and data.is_file():
+                marks[location] = mark_of(data)
+            if claimed.startswith("moetrt:") and marks.get(location, claimed) != claimed:
+                raise InputError(
+                    f"ONNX model '{source}': its data file '{location}' was replaced, and holds other weights; "
+                    "expected the one that it was written with: make the model again"
+                )
+    return marks
+
+
+def check_external_data(proto: onnx.ModelProto, source: Path) -> dict[str, str | None]:
     """Checks where a model says that its tensors lie; none of them is read.
 
     Args:
         proto: the model, read without its external data.
         source: its file. The data is looked for beside it: where that is a link, beside the link.
 
+    Returns:
+        As of `check_marks`.
+
     Raises:
-        InputError: a data file is missing, or lies outside the folder of ``source``, also where only a link leads
-            there; an offset or a length is no number; or a tensor is one of those whose data must lie in the model.
+        InputError: a data file is missing, was replaced, or lies outside the folder of ``source``, also where only a
+            link leads there; an offset or a length is no number; or a tensor is one of those whose data must lie in the
+            model.
     """
     seen: set[str] = set()
     for tensor, way in external_tensors(proto):
@@ -38,10 +114,16 @@ def check_external_data(proto: onnx.ModelProto, source: Path) -> None:
                     "a number of bytes is taken"
                 )
         # Once for each file: a model has many tensors, and each look-up asks the file system.
-        for location in {field.value for field in tensor.external_data if field.key == "location"} or {""}:
+        for location in _locations(tensor):
             if location not in seen:
                 _check_file(source, tensor.name, location)
                 seen.add(location)
+    return check_marks(proto, source)
+
+
+def _locations(tensor: onnx.TensorProto) -> list[str]:
+    """What ``tensor`` says of its data's file: once, where the model is as it should be."""
+    return [field.value for field in tensor.external_data if field.key == "location"] or [""]
 
 
 def _check_file(source: Path, tensor: str, location: str) -> None:

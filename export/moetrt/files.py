@@ -1,12 +1,13 @@
 """Files are read with one clear error and written beside their place, then renamed."""
 
 import errno
+import fcntl
 import hashlib
 import ntpath
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -184,8 +185,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     given = output_file(path)
     target = Path(os.path.realpath(given))
     missing = _missing(target.parent)
-    # Where no link is on the way, the message names the folder as it was given.
-    folder = output_directory(target.parent if given.is_symlink() else given.parent)
+    folder = _output_folder(given)
     try:
         # A folder of its own keeps the final name, which some writers put into the file or its siblings.
         with tempfile.TemporaryDirectory(prefix=".moetrt-", dir=folder) as beside:
@@ -198,6 +198,46 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         _remove(missing)
         raise
+
+
+def _output_folder(path: Path) -> Path:
+    """The folder that ``path`` is written into, made where it is missing."""
+    # Where no link is on the way, the message names the folder as it was given.
+    return output_directory(Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent)
+
+
+@contextmanager
+def sole_writer(path: str | os.PathLike[str], progress: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Keeps other writers out of the folder of ``path`` while files that belong together are written there.
+
+    Another process, or thread, that comes here for that folder waits. The kernel ends the lock with the process,
+    however that ends, and nothing of it lies in the folder.
+
+    Args:
+        path: one of the files. Its folder is made where it is missing, and removed if nothing comes of it.
+        progress: told where it has to wait.
+
+    Raises:
+        InputError, InputTypeError: as of `write_atomically`.
+    """
+    given = output_file(path)
+    missing = _missing(Path(os.path.realpath(given)).parent)
+    folder = os.open(_output_folder(given), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # A network's file system may lock no folders: then a mixture is seen by whoever reads it.
+        with suppress(OSError):
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if progress:
+                    progress("waiting for another process that writes here")
+                fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    except BaseException:
+        _remove(missing)
+        raise
+    finally:
+        os.close(folder)
 
 
 def check_distinct(inputs: Sequence[Named], outputs: Sequence[Named]) -> None:

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from moetrt.errors import InputError
-from moetrt.external_data import check_external_data
+from moetrt.external_data import check_external_data, claim_marks, mark_of, new_mark
 from moetrt.file_copy import copy_range, data_ranges, shares_blocks
 from moetrt.files import Named, check_distinct, existing_file, output_file, write_atomically
 from moetrt.quiet import quiet
@@ -23,6 +23,9 @@ OLDEST_OPSET = 17
 
 # Smaller tensors stay in the model file: scalars and shapes are read while mapping.
 SMALL_TENSOR_BYTES = 1024
+
+_MARK = "moetrt.external_data"
+"""Where a tensor in memory has the mark of its data file, as that was when it was read."""
 
 # Readers map the data file into memory page by page.
 _ALIGNMENT = 4096
@@ -97,7 +100,7 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
                 f"ONNX model '{source}': node '{node.name}' is a {node.op_type}, which ONNX Runtime's optimiser writes "
                 "for itself alone; a model optimised at its basic level is taken"
             )
-    check_external_data(proto, source)
+    marks = check_external_data(proto, source)
     _check_dtypes(proto, source)
     check_proto(proto, source)
     try:
@@ -109,6 +112,7 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
     for place in _places(model):
         if isinstance(place.tensor, ir.ExternalTensor):
             place.tensor.base_dir = folder
+            place.tensor.meta[_MARK] = marks[os.fspath(place.tensor.location)]
             _check_external(source, folder, place.tensor)
     return model
 
@@ -230,15 +234,20 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
         # Readers look for data beside the path that they are given; it cannot lie beside both.
         raise InputError(f"output file '{target}' is a link into another folder than its data's; '{real}' is taken")
     kept, moved = _split(places, data_path)
+    for path, tensor in {tensor.path: tensor for _, tensor in kept}.items():
+        _check_mark(tensor, path)
+    marks = {os.fspath(tensor.location): _mark(tensor) for _, tensor in kept}
     try:
         with ExitStack() as stack:
             # The model's file is entered first, so it is renamed last: it never names data that is not there yet.
             temporary = stack.enter_context(write_atomically(target))
             if moved:
-                _write_data(moved, stack.enter_context(write_atomically(data_path)), data_path, progress)
+                data = stack.enter_context(write_atomically(data_path))
+                marks[data_path.name] = _write_data(moved, data, data_path, progress)
             for place, tensor in kept:
                 place.put(tensor)
             proto = proto_of(model)
+            claim_marks(proto, marks)
             check_proto(proto, target)
             temporary.write_bytes(proto.SerializeToString(deterministic=True))
     except BaseException as error:
@@ -252,6 +261,18 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
             # A mapping of the old file would keep its bytes alive.
             place.tensor.release()
     return target
+
+
+def _mark(tensor: ir.ExternalTensor) -> str | None:
+    """The mark that the data file of ``tensor`` had when it was read; has now, where that was not by `load_model`."""
+    mark: str | None = tensor.meta[_MARK] if _MARK in tensor.meta else mark_of(tensor.path)
+    return mark
+
+
+def _check_mark(tensor: ir.ExternalTensor, file: str | int) -> None:
+    """Checks that ``file``, the data file of ``tensor``, is the one that was read."""
+    if mark_of(file) != _mark(tensor):
+        raise InputError(f"data file '{tensor.path}' was replaced while its model was read; expected one that stays")
 
 
 def _belongs_outside(tensor: ir.TensorProtocol) -> bool:
@@ -276,7 +297,7 @@ def _split(places: list[_Place], data_path: Path) -> tuple[list[tuple[_Place, ir
             moved.append(place)
             continue
         at = real[tensor.path]
-        here = _external(tensor, at.relative_to(root).as_posix(), tensor.offset or 0, folder)
+        here = _external(tensor, at.relative_to(root).as_posix(), tensor.offset or 0, folder, _mark(tensor))
         (own if at == own_data else kept).append((place, here))
     if moved:
         # The data file is about to be written anew, so what it holds already moves with the rest.
@@ -286,8 +307,10 @@ def _split(places: list[_Place], data_path: Path) -> tuple[list[tuple[_Place, ir
     return kept, moved
 
 
-def _external(tensor: ir.TensorProtocol, location: str, offset: int, folder: Path) -> ir.ExternalTensor:
-    return ir.ExternalTensor(
+def _external(
+    tensor: ir.TensorProtocol, location: str, offset: int, folder: Path, mark: str | None
+) -> ir.ExternalTensor:
+    external = ir.ExternalTensor(
         location,
         offset,
         tensor.nbytes,
@@ -297,6 +320,8 @@ def _external(tensor: ir.TensorProtocol, location: str, offset: int, folder: Pat
         doc_string=tensor.doc_string,
         base_dir=folder,
     )
+    external.meta[_MARK] = mark
+    return external
 
 
 @dataclass(frozen=True)
@@ -307,10 +332,11 @@ class _Part:
     offset: int
 
 
-def _write_data(places: list[_Place], temporary: Path, data_path: Path, progress: Callable[[str], None] | None) -> None:
-    """Writes the tensors of ``places`` one after another and puts their new places into the model."""
+def _write_data(places: list[_Place], temporary: Path, data_path: Path, progress: Callable[[str], None] | None) -> str:
+    """Writes the tensors of ``places`` one after another, puts their new places into the model, returns the mark."""
     folder = data_path.parent.absolute()
     parts: dict[object, _Part] = {}
+    offsets: list[int] = []
     end = 0
     for place in places:
         tensor = place.tensor
@@ -321,13 +347,18 @@ def _write_data(places: list[_Place], temporary: Path, data_path: Path, progress
         if key not in parts:
             parts[key] = _Part(tensor, -(-end // _ALIGNMENT) * _ALIGNMENT)
             end = parts[key].offset + tensor.nbytes
-        place.put(_external(tensor, data_path.name, parts[key].offset, folder))
+        offsets.append(parts[key].offset)
+    mark = _mark_of_parts(list(parts.values()))
+    for place, offset in zip(places, offsets, strict=True):
+        place.put(_external(place.tensor, data_path.name, offset, folder, mark))
     with ExitStack() as stack:
         file = stack.enter_context(temporary.open("wb"))
         external = [part.tensor for part in parts.values() if isinstance(part.tensor, ir.ExternalTensor)]
         # ExternalTensor.tofile would do, but it refuses files with a second hard link, which caches of models have.
         paths = dict.fromkeys(tensor.path for tensor in external)
         sources = {path: stack.enter_context(open(path, "rb")).fileno() for path in paths}
+        for path, tensor in {tensor.path: tensor for tensor in external}.items():
+            _check_mark(tensor, sources[path])
         total = _check_space(list(parts.values()), sources, file.fileno(), data_path)
         done = 0
         for part in parts.values():
@@ -335,7 +366,18 @@ def _write_data(places: list[_Place], temporary: Path, data_path: Path, progress
                 done += written
                 if progress:
                     progress(f"writing weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
-        file.truncate(end)
+        file.seek(end)
+        file.write(mark.encode())
+    return mark
+
+
+def _mark_of_parts(parts: Sequence[_Part]) -> str:
+    sources = [
+        (_mark(part.tensor), part.tensor.offset or 0, part.tensor.nbytes, part.offset)
+        for part in parts
+        if isinstance(part.tensor, ir.ExternalTensor)
+    ]
+    return new_mark(sources if len(sources) == len(parts) and all(mark for mark, *_ in sources) else ())
 
 
 def _written(part: _Part, sources: Mapping[str, int], file: BinaryIO) -> Iterator[int]:
