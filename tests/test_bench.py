@@ -35,7 +35,7 @@ def tail_name(model: Path) -> str:
 
 
 def layer(name: str, ms: float, *origins: str) -> dict[str, Any]:
-    return {"Name": name, "ms": ms, "Metadata": "\x1e".join(f"[ONNX Layer: {origin}]" for origin in origins)}
+    return {"Name": name, "ms": ms, "Metadata": "\x1f".join(f"[ONNX Layer: {origin}]" for origin in origins)}
 
 
 class Planted:
@@ -767,10 +767,16 @@ TAILS = [TailOfModel(name, TAIL, (None,)) for name in ("a/Tail", "a/Tail_1")]
         ("x", (f"node_Mul | a/Tail ({TAIL})", "mm"), {"a/Tail"}, True, True),
         ("x", (f"i | a/Tail ({TAIL})", f"i | a/Tail_1 ({TAIL})"), {"a/Tail", "a/Tail_1"}, True, True),
         ("x", (f"i | a/Tail ({TAIL}) | Block (Block)",), {"a/Tail"}, False, True),
+        # Case 49: what cannot be read may be anything.
+        ("x", (f"node_Mul | a/Tail ({TAIL})", ""), {"a/Tail"}, True, True),
         # The metadata win over the name.
         ("a/Tail", ("mm",), set(), False, True),
         ("Reformatting CopyNode for Input Tensor 0 to a/Tail", None, {"a/Tail"}, False, True),
         ("Reformatting CopyNode for Input Tensor 0 to a/Tail_1", None, {"a/Tail_1"}, False, True),
+        ("a/Tail", None, {"a/Tail"}, False, True),
+        ("a/Tail + mm", None, {"a/Tail"}, True, True),
+        ("PWN(PWN(mm), a/Tail)", None, {"a/Tail"}, True, True),
+        ("PWN(a/Tail, a/Tail_1)", None, {"a/Tail", "a/Tail_1"}, True, True),
         ("{ForeignNode[a/Tail...a/Tail_1]}", None, set(), False, False),
         ("b/a/Tail", None, set(), False, False),
         ("node_Mul_17", None, set(), False, False),

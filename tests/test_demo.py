@@ -12,6 +12,7 @@ from moetrt import cli, demo
 from moetrt.console import Output
 from moetrt.engine import read_sidecar
 from tests.documents import ROOT
+from tests.engine_strings import check_every_layer, engine_strings
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,14 @@ def test_tensorrt_has_the_plugin_layers_by_name(result: demo.DemoResult) -> None
     assert set(result.engine.plugin_layers) == names
     assert result.baseline.plugin_layers == ()
     assert read_sidecar(result.engine.path)["plugin_layers"] == list(result.engine.plugin_layers)
+
+
+@pytest.mark.parametrize("way", ["plugin", "baseline"])
+def test_case_49_every_layer_is_its_own_nodes(result: demo.DemoResult, way: str) -> None:
+    """TensorRT puts a unit separator between the nodes of a fusion, and a record separator between fusions."""
+    texts = engine_strings(result.folder / f"{way}.engine")
+    assert len(texts) > 100
+    assert check_every_layer(texts, result.folder / "mapped.onnx", plugin=way == "plugin") == {"\x1e", "\x1f"}
 
 
 def test_the_files_are_where_the_summary_says(result: demo.DemoResult) -> None:

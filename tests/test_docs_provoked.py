@@ -71,7 +71,7 @@ COMMANDS: list[tuple[str, str] | tuple[str, str, int]] = [
     ("inspect {w}/text.onnx", "'…' is not an ONNX model, or was cut short: …"),
     ("map {w}/opset.onnx -o {d}/a.onnx", "ONNX model '…': its opset was …; … to … are taken"),
     ("map {w}/twice.onnx -o {d}/a.onnx", "ONNX model '…': standard operators are imported as opset …; one is taken"),
-    ("map {w}/alone.onnx -o {d}/a.onnx", "ONNX model '…' needs its data file '…' beside it: '…' does not exist"),
+    ("map {w}/alone.onnx -o {d}/a.onnx", "ONNX model '…' needs its data file '…' beside it: …"),
     ("map {w}/no_tail.onnx -o {d}/a.onnx", "'…' has no MoE tail; '…' is a copy", 1),
     ("map {w}/layer_norm.onnx -o {d}/a.onnx", "not every tail of '…' was mapped: …; --allow-unmatched accepts that", 1),
     ("build {m} -o {d}/e --backend cuda", "… was '…'; taken are …"),

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from moetrt import onnx_files
 from moetrt.errors import InputError
+from moetrt.external_data import MARK_BYTES
 from moetrt.onnx_files import load_model, save_model
 
 WEIGHT = np.arange(64 * 64, dtype=np.float32).reshape(64, 64) / 4096
@@ -140,7 +141,7 @@ def test_case31_a_stale_data_file_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "model.onnx"
     (tmp_path / "model.onnx.data").write_bytes(b"\x7f" * 100_000)
     save_model(ir.from_proto(linear_model()), target)
-    assert (tmp_path / "model.onnx.data").stat().st_size == WEIGHT.nbytes
+    assert (tmp_path / "model.onnx.data").stat().st_size == WEIGHT.nbytes + MARK_BYTES
     np.testing.assert_allclose(run(target), EXPECTED, rtol=1e-6)
 
 
@@ -176,10 +177,10 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     tensor = model.graph.initializers["weight"].const_value
     model.graph.initializers["tied"] = ir.Value(name="tied", const_value=tensor)
     save_model(model, tmp_path / "a.onnx")
-    assert (tmp_path / "a.onnx.data").stat().st_size == WEIGHT.nbytes
+    assert (tmp_path / "a.onnx.data").stat().st_size == WEIGHT.nbytes + MARK_BYTES
     (tmp_path / "b").mkdir()
     save_model(load_model(tmp_path / "a.onnx"), tmp_path / "b" / "b.onnx")
-    assert (tmp_path / "b" / "b.onnx.data").stat().st_size == WEIGHT.nbytes
+    assert (tmp_path / "b" / "b.onnx.data").stat().st_size == WEIGHT.nbytes + MARK_BYTES
 
 
 def test_source_with_a_hard_linked_data_file_is_copied(external: Path, tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_external_data_of_a_constant_node_is_copied_too(tmp_path: Path) -> None:
     onnx.save(proto, tmp_path / "in" / "model.onnx", **options)
     save_model(load_model(tmp_path / "in" / "model.onnx"), tmp_path / "out" / "model.onnx")
     (tmp_path / "in" / "w.bin").unlink()
-    assert (tmp_path / "out" / "model.onnx.data").stat().st_size == WEIGHT.nbytes
+    assert (tmp_path / "out" / "model.onnx.data").stat().st_size == WEIGHT.nbytes + MARK_BYTES
     back = load_model(tmp_path / "out" / "model.onnx")
     np.testing.assert_array_equal(back.graph[0].attributes["value"].as_tensor().numpy(), WEIGHT)
 
@@ -461,5 +462,5 @@ def test_case31_weights_over_2_gb_never_pass_through_memory(tmp_path: Path, outp
     assert target.stat().st_size < 4096
     if target.parent != tmp_path:
         data = target.with_name("mapped.onnx.data").stat()
-        assert data.st_size == 3 * 2**30
+        assert data.st_size == 3 * 2**30 + MARK_BYTES
         assert data.st_blocks * 512 < 2**20

@@ -103,6 +103,15 @@ def test_name_of_two_different_layers_tells_nothing(tmp_path: Path) -> None:
         ("[ONNX Layer: /model/Mul[0]]", ("/model/Mul[0]",)),
         ("[ONNX Layer: a]\x1e[ONNX Layer: a]", ("a",)),
         ("something of another parser", None),
+        # Case 49: a unit separator between the nodes of one fusion, a record separator between fusions.
+        ("[ONNX Layer: a]\x1f[ONNX Layer: b | t (Op)]\x1e[ONNX Layer: c]", ("a", "b | t (Op)", "c")),
+        ("[ONNX Layer: a]\x1f", ("a",)),
+        # What is no whole node is something all the same: cut off, of another parser, a name with a separator in it.
+        ("[ONNX Layer: a]\x1f[ONNX Layer: b | t (O", ("a", "")),
+        ("a]\x1f[ONNX Layer: b]", ("", "b")),
+        ("[ONNX Layer: a]\x1esomething of another parser", ("a", "")),
+        ("[ONNX Layer: a\x1fb]\x1e[ONNX Layer: c]", ("", "c")),
+        ("[ONNX Layer: a\x1fb]", None),
     ],
 )
 def test_metadata(metadata: str, origins: tuple[str, ...] | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from moetrt.bounds import Bound, as_json, bounds_of, write_bounds
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
-from moetrt.files import as_path, file_sha256, output_directory, output_file, write_atomically
+from moetrt.files import as_path, file_sha256, output_directory, output_file, sole_writer, write_atomically
 from moetrt.guards import Guards, noted
 from moetrt.huggingface import CausalLM
 from moetrt.mapping import TAILS_EXPECTED, inference_problem, sort_topk
@@ -102,7 +102,7 @@ def export(
         sidecar = output_file(path.with_name(path.name + ".json"), "description of the model")
         model = capture(source, opset=opset, dynamic=dynamic, experts=experts, progress=progress)
         operators = sum(operator_of(node) is not None for node in model.graph)
-        with write_atomically(sidecar) as temporary:
+        with sole_writer(path, progress), write_atomically(sidecar) as temporary:
             if progress:
                 progress("writing weights")
             save_model(model, path, progress=progress)
@@ -119,11 +119,11 @@ def export(
                 "versions": versions("torch", "transformers", "onnx", "onnx-ir", "onnxscript"),
             }
             temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        data: Path | None = data_path_of(path)
-        if not _has_external_data(model):
-            # One that lies there belonged to the file that was just replaced.
-            data_path_of(path).unlink(missing_ok=True)
-            data = None
+            data: Path | None = data_path_of(path)
+            if not _has_external_data(model):
+                # One that lies there belonged to the file that was just replaced.
+                data_path_of(path).unlink(missing_ok=True)
+                data = None
     return ExportResult(
         model_path=path,
         data_path=data,

@@ -1,11 +1,13 @@
 """Files are read with one clear error and written beside their place, then renamed."""
 
 import errno
+import fcntl
 import hashlib
+import ntpath
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -64,6 +66,33 @@ def existing_file(path: str | os.PathLike[str], what: str) -> Path:
     if not os.access(found, os.R_OK):
         raise InputError(f"{what} '{found}' cannot be read: permission denied")
     return found
+
+
+def way_out(folder: str | os.PathLike[str], name: str) -> str | None:
+    """How ``name``, which a file in ``folder`` gives as one beside it, leads out of ``folder``; None where it does not.
+
+    Whoever made the folder chose its names and links, so a reader that follows them reads what that person asks for,
+    and a writer copies it. The way to ``folder`` itself is the user's own word, links included. A link from a snapshot
+    in a Hugging Face cache to that cache's own blobs leads nowhere else. What a hard link shares cannot be told.
+
+    Args:
+        folder: where the names are looked up.
+        name: as it is written, such as "model.onnx.data".
+
+    Returns:
+        A few words for a message: "no path that stays in it", or "a link to '/elsewhere/model.onnx.data'".
+    """
+    # As Windows reads it too, where a backslash is a slash: the folder may go there.
+    parts = ntpath.normpath(name).split("\\")
+    if not name or "\0" in name or ntpath.splitdrive(name)[0] or parts[0] in ("", ".", ".."):
+        return "no path that stays in it"
+    root = Path(os.path.realpath(folder))
+    # Not of a path made shorter before: the system goes through "link/.." by the link.
+    real = Path(os.path.realpath(root / name))
+    caches = [place.parent.parent for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    if root in real.parents or any(real.parent == cache / "blobs" for cache in caches):
+        return None
+    return f"a link to '{real}'"
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
@@ -156,8 +185,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     given = output_file(path)
     target = Path(os.path.realpath(given))
     missing = _missing(target.parent)
-    # Where no link is on the way, the message names the folder as it was given.
-    folder = output_directory(target.parent if given.is_symlink() else given.parent)
+    folder = _output_folder(given)
     try:
         # A folder of its own keeps the final name, which some writers put into the file or its siblings.
         with tempfile.TemporaryDirectory(prefix=".moetrt-", dir=folder) as beside:
@@ -170,6 +198,46 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         _remove(missing)
         raise
+
+
+def _output_folder(path: Path) -> Path:
+    """The folder that ``path`` is written into, made where it is missing."""
+    # Where no link is on the way, the message names the folder as it was given.
+    return output_directory(Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent)
+
+
+@contextmanager
+def sole_writer(path: str | os.PathLike[str], progress: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Keeps other writers out of the folder of ``path`` while files that belong together are written there.
+
+    Another process, or thread, that comes here for that folder waits. The kernel ends the lock with the process,
+    however that ends, and nothing of it lies in the folder.
+
+    Args:
+        path: one of the files. Its folder is made where it is missing, and removed if nothing comes of it.
+        progress: told where it has to wait.
+
+    Raises:
+        InputError, InputTypeError: as of `write_atomically`.
+    """
+    given = output_file(path)
+    missing = _missing(Path(os.path.realpath(given)).parent)
+    folder = os.open(_output_folder(given), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # A network's file system may lock no folders: then a mixture is seen by whoever reads it.
+        with suppress(OSError):
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if progress:
+                    progress("waiting for another process that writes here")
+                fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    except BaseException:
+        _remove(missing)
+        raise
+    finally:
+        os.close(folder)
 
 
 def check_distinct(inputs: Sequence[Named], outputs: Sequence[Named]) -> None:

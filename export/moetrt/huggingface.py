@@ -11,6 +11,7 @@ import torch
 
 from moetrt.accounting import check_tensors
 from moetrt.checkpoint import Stored, read_checkpoint
+from moetrt.checkpoint_files import check_in_folder
 from moetrt.errors import InputError, MoetrtError
 from moetrt.experts import experts_modules
 from moetrt.quantized import dequantize, read_declared
@@ -96,6 +97,7 @@ def from_folder(folder: Path, dtype: torch.dtype | None) -> Source:
     if not (folder / "config.json").is_file():
         raise InputError(f"source folder '{folder}' has no config.json; a Hugging Face model folder is taken")
     where = f"source folder '{folder}'"
+    check_in_folder(folder)
     try:
         with quiet():
             config = _config(folder, where)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from moetrt.bounds import bounds_of
 from moetrt.errors import InputError, MoetrtError
-from moetrt.files import Named, check_distinct, output_file, write_atomically
+from moetrt.files import Named, check_distinct, output_file, sole_writer, write_atomically
 from moetrt.inlined import plain_choices
 from moetrt.inlining import inline_functions, normalise_domains
 from moetrt.mapping_report import MAPPED_FORM, MappingReport, ModelFile, Site
@@ -100,6 +100,7 @@ def map_file(
     folder = Path(output_path if report_path is None else report_path).parent
     report.source_model = ModelFile.of(source_path, folder)
     with ExitStack() as stack:
+        stack.enter_context(sole_writer(output_path, progress))
         # Renamed after the model is, but its place is known to be writable before.
         temporary = None if report_path is None else stack.enter_context(write_atomically(report_path))
         save_model(model, output_path, progress=progress)

@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from moetrt.errors import InputError
+from moetrt.external_data import check_external_data, claim_marks, mark_of, new_mark
 from moetrt.file_copy import copy_range, data_ranges, shares_blocks
 from moetrt.files import Named, check_distinct, existing_file, output_file, write_atomically
 from moetrt.quiet import quiet
@@ -22,6 +23,9 @@ OLDEST_OPSET = 17
 
 # Smaller tensors stay in the model file: scalars and shapes are read while mapping.
 SMALL_TENSOR_BYTES = 1024
+
+_MARK = "moetrt.external_data"
+"""Where a tensor in memory has the mark of its data file, as that was when it was read."""
 
 # Readers map the data file into memory page by page.
 _ALIGNMENT = 4096
@@ -69,8 +73,8 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
 
     Raises:
         InputError: the file is missing, a folder, not ONNX or cut short; the model does not pass onnx.checker or has
-            another opset than those from ``OLDEST_OPSET`` to onnx's newest; or a data file that it names is missing,
-            too short, or lies outside the model's folder.
+            another opset than those from ``OLDEST_OPSET`` to onnx's newest; a data file that it names is too short; or
+            as of `moetrt.external_data.check_external_data`.
         InputTypeError: ``path`` is no path.
     """
     source = existing_file(path, "ONNX model")
@@ -96,7 +100,7 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
                 f"ONNX model '{source}': node '{node.name}' is a {node.op_type}, which ONNX Runtime's optimiser writes "
                 "for itself alone; a model optimised at its basic level is taken"
             )
-    _check_external_fields(proto, source)
+    marks = check_external_data(proto, source)
     _check_dtypes(proto, source)
     check_proto(proto, source)
     try:
@@ -108,6 +112,7 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
     for place in _places(model):
         if isinstance(place.tensor, ir.ExternalTensor):
             place.tensor.base_dir = folder
+            place.tensor.meta[_MARK] = marks[os.fspath(place.tensor.location)]
             _check_external(source, folder, place.tensor)
     return model
 
@@ -161,34 +166,6 @@ def _check_dtypes(proto: onnx.ModelProto, source: Path) -> None:
             )
 
 
-def _check_external_fields(proto: onnx.ModelProto, source: Path) -> None:
-    """onnx_ir reads these numbers too, but does not say which tensor they belong to."""
-    for tensor in _external_tensors(proto):
-        for field in tensor.external_data:
-            # int() would take "+1", "1_0" and other alphabets' digits, which other readers do not.
-            if field.key in ("offset", "length") and not (field.value.isascii() and field.value.isdecimal()):
-                raise InputError(
-                    f"ONNX model '{source}': {field.key} of '{tensor.name}' in its data file was '{field.value}'; "
-                    "a number of bytes is taken"
-                )
-
-
-_WITHOUT_TENSORS = ("value_info", "metadata_props")
-"""Fields of ONNX's messages that hold no tensor, and most of what a deep model's graph has."""
-
-
-def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
-    """Every tensor anywhere in a protobuf message whose data is in another file."""
-    if isinstance(message, onnx.TensorProto):
-        if message.data_location == onnx.TensorProto.EXTERNAL:
-            yield message
-        return
-    for field, value in message.ListFields():
-        if field.type == field.TYPE_MESSAGE and field.name not in _WITHOUT_TENSORS:
-            for inner in value if isinstance(value, Sequence) else [value]:
-                yield from _external_tensors(inner)
-
-
 def data_files(model: ir.Model) -> list[Path]:
     """The files that hold tensors of ``model``, each once, in the order of the model."""
     paths = [Path(place.tensor.path) for place in _places(model) if isinstance(place.tensor, ir.ExternalTensor)]
@@ -211,21 +188,13 @@ def _one_line(error: BaseException) -> str:
 
 def _check_external(source: Path, folder: Path, tensor: ir.ExternalTensor) -> None:
     location = os.fspath(tensor.location)
-    data = Path(os.path.normpath(folder / location))
-    if os.path.isabs(location) or folder not in data.parents:
-        raise InputError(
-            f"ONNX model '{source}': data of '{tensor.name}' is in '{location}'; "
-            "a path inside the model's folder is taken"
-        )
-    if not data.is_file():
-        raise InputError(f"ONNX model '{source}' needs its data file '{location}' beside it: '{data}' does not exist")
     if tensor.length not in (None, 0, tensor.nbytes):
         raise InputError(
             f"ONNX model '{source}': length of '{tensor.name}' in '{location}' was {tensor.length} bytes; "
             f"its shape and dtype make {tensor.nbytes}"
         )
     end = (tensor.offset or 0) + tensor.nbytes
-    size = data.stat().st_size
+    size = (folder / location).stat().st_size
     if end > size:
         raise InputError(
             f"ONNX model '{source}': data file '{location}' has {size} bytes, but '{tensor.name}' ends at byte {end}; "
@@ -265,15 +234,20 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
         # Readers look for data beside the path that they are given; it cannot lie beside both.
         raise InputError(f"output file '{target}' is a link into another folder than its data's; '{real}' is taken")
     kept, moved = _split(places, data_path)
+    for path, tensor in {tensor.path: tensor for _, tensor in kept}.items():
+        _check_mark(tensor, path)
+    marks = {os.fspath(tensor.location): _mark(tensor) for _, tensor in kept}
     try:
         with ExitStack() as stack:
             # The model's file is entered first, so it is renamed last: it never names data that is not there yet.
             temporary = stack.enter_context(write_atomically(target))
             if moved:
-                _write_data(moved, stack.enter_context(write_atomically(data_path)), data_path, progress)
+                data = stack.enter_context(write_atomically(data_path))
+                marks[data_path.name] = _write_data(moved, data, data_path, progress)
             for place, tensor in kept:
                 place.put(tensor)
             proto = proto_of(model)
+            claim_marks(proto, marks)
             check_proto(proto, target)
             temporary.write_bytes(proto.SerializeToString(deterministic=True))
     except BaseException as error:
@@ -287,6 +261,18 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
             # A mapping of the old file would keep its bytes alive.
             place.tensor.release()
     return target
+
+
+def _mark(tensor: ir.ExternalTensor) -> str | None:
+    """The mark that the data file of ``tensor`` had when it was read; has now, where that was not by `load_model`."""
+    mark: str | None = tensor.meta[_MARK] if _MARK in tensor.meta else mark_of(tensor.path)
+    return mark
+
+
+def _check_mark(tensor: ir.ExternalTensor, file: str | int) -> None:
+    """Checks that ``file``, the data file of ``tensor``, is the one that was read."""
+    if mark_of(file) != _mark(tensor):
+        raise InputError(f"data file '{tensor.path}' was replaced while its model was read; expected one that stays")
 
 
 def _belongs_outside(tensor: ir.TensorProtocol) -> bool:
@@ -311,7 +297,7 @@ def _split(places: list[_Place], data_path: Path) -> tuple[list[tuple[_Place, ir
             moved.append(place)
             continue
         at = real[tensor.path]
-        here = _external(tensor, at.relative_to(root).as_posix(), tensor.offset or 0, folder)
+        here = _external(tensor, at.relative_to(root).as_posix(), tensor.offset or 0, folder, _mark(tensor))
         (own if at == own_data else kept).append((place, here))
     if moved:
         # The data file is about to be written anew, so what it holds already moves with the rest.
@@ -321,8 +307,10 @@ def _split(places: list[_Place], data_path: Path) -> tuple[list[tuple[_Place, ir
     return kept, moved
 
 
-def _external(tensor: ir.TensorProtocol, location: str, offset: int, folder: Path) -> ir.ExternalTensor:
-    return ir.ExternalTensor(
+def _external(
+    tensor: ir.TensorProtocol, location: str, offset: int, folder: Path, mark: str | None
+) -> ir.ExternalTensor:
+    external = ir.ExternalTensor(
         location,
         offset,
         tensor.nbytes,
@@ -332,6 +320,8 @@ def _external(tensor: ir.TensorProtocol, location: str, offset: int, folder: Pat
         doc_string=tensor.doc_string,
         base_dir=folder,
     )
+    external.meta[_MARK] = mark
+    return external
 
 
 @dataclass(frozen=True)
@@ -342,10 +332,11 @@ class _Part:
     offset: int
 
 
-def _write_data(places: list[_Place], temporary: Path, data_path: Path, progress: Callable[[str], None] | None) -> None:
-    """Writes the tensors of ``places`` one after another and puts their new places into the model."""
+def _write_data(places: list[_Place], temporary: Path, data_path: Path, progress: Callable[[str], None] | None) -> str:
+    """Writes the tensors of ``places`` one after another, puts their new places into the model, returns the mark."""
     folder = data_path.parent.absolute()
     parts: dict[object, _Part] = {}
+    offsets: list[int] = []
     end = 0
     for place in places:
         tensor = place.tensor
@@ -356,13 +347,18 @@ def _write_data(places: list[_Place], temporary: Path, data_path: Path, progress
         if key not in parts:
             parts[key] = _Part(tensor, -(-end // _ALIGNMENT) * _ALIGNMENT)
             end = parts[key].offset + tensor.nbytes
-        place.put(_external(tensor, data_path.name, parts[key].offset, folder))
+        offsets.append(parts[key].offset)
+    mark = _mark_of_parts(list(parts.values()))
+    for place, offset in zip(places, offsets, strict=True):
+        place.put(_external(place.tensor, data_path.name, offset, folder, mark))
     with ExitStack() as stack:
         file = stack.enter_context(temporary.open("wb"))
         external = [part.tensor for part in parts.values() if isinstance(part.tensor, ir.ExternalTensor)]
         # ExternalTensor.tofile would do, but it refuses files with a second hard link, which caches of models have.
         paths = dict.fromkeys(tensor.path for tensor in external)
         sources = {path: stack.enter_context(open(path, "rb")).fileno() for path in paths}
+        for path, tensor in {tensor.path: tensor for tensor in external}.items():
+            _check_mark(tensor, sources[path])
         total = _check_space(list(parts.values()), sources, file.fileno(), data_path)
         done = 0
         for part in parts.values():
@@ -370,7 +366,18 @@ def _write_data(places: list[_Place], temporary: Path, data_path: Path, progress
                 done += written
                 if progress:
                     progress(f"writing weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
-        file.truncate(end)
+        file.seek(end)
+        file.write(mark.encode())
+    return mark
+
+
+def _mark_of_parts(parts: Sequence[_Part]) -> str:
+    sources = [
+        (_mark(part.tensor), part.tensor.offset or 0, part.tensor.nbytes, part.offset)
+        for part in parts
+        if isinstance(part.tensor, ir.ExternalTensor)
+    ]
+    return new_mark(sources if len(sources) == len(parts) and all(mark for mark, *_ in sources) else ())
 
 
 def _written(part: _Part, sources: Mapping[str, int], file: BinaryIO) -> Iterator[int]:

@@ -4,8 +4,9 @@ Which time is a tail's: the profile has a time for each layer, and the engine sa
 computes. A layer whose nodes are all one tail's is that tail's alone. A layer that computes nodes of a tail and of
 something else (TensorRT fuses across the border) has one time that cannot be divided: it is kept apart, and the ratio
 is given as a range, from none of it to all of it. A layer without a word about its nodes counts for a tail only where
-its name has the tail's node name in it; else it is unattributed, and its share of the time is given. A tail of which no
-native layer is found has no native time and no ratio.
+its name has the tail's node name in it, and for that tail alone only where it has nothing else; else it is
+unattributed, and its share of the time is given. A tail of which no native layer is found has no native time and no
+ratio.
 """
 
 import re
@@ -401,11 +402,15 @@ class Part:
     known: bool
 
 
+_COPY = re.compile(r"^Reformatting CopyNode for \w+ Tensor \d+ to (?=.)")
+"""What TensorRT puts before a layer's name for the copies of its inputs and outputs."""
+
+
 def attribute(layer: Layer, tails: Sequence[TailOfModel]) -> Part:
     """Which tails a layer computes nodes of; see the head of this file."""
     if layer.origins is None:
         named = frozenset(tail.name for tail in tails if _names(layer.name, tail.name))
-        return Part(named, len(named) > 1, bool(named))
+        return Part(named, bool(named) and _COPY.sub("", layer.name) not in named, bool(named))
     by_origin = {tail.name: tail.name for tail in tails} | {
         f"{tail.name} ({tail.operator})": tail.name for tail in tails
     }

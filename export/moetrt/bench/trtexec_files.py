@@ -83,7 +83,7 @@ class Layer:
 
     Attributes:
         name: as the profile has it.
-        origins: the ONNX nodes that it computes, in the parser's words; None where the engine does not say.
+        origins: the ONNX nodes that it computes, as of `onnx_origins`; None where the engine does not say.
     """
 
     name: str
@@ -189,15 +189,21 @@ def read_layers(path: str | os.PathLike[str]) -> dict[str, Layer]:
 
 
 def onnx_origins(metadata: str) -> tuple[str, ...] | None:
-    """The ONNX nodes that a layer's metadata name; None where they name none.
+    """The ONNX nodes that a layer's metadata name, each once; None where they name none.
 
     TensorRT's parser writes ``[ONNX Layer: NODE]``, and ``[ONNX Layer: INNER | NODE (OPERATOR)]`` for a node within a
-    model-local function; a layer that was fused has those of all its parts, with a record separator between them.
+    model-local function. A layer that was fused has those of all its parts: a unit separator lies between the nodes of
+    one fusion, a record separator between fusions. A part that is no whole node (cut off, another parser's, a name with
+    a separator in it) is ``""``: the layer computes something more, and nobody knows what.
     """
     prefix, suffix = "[ONNX Layer: ", "]"
-    parts = [part.strip() for part in re.split("[\x1e\n]", metadata)]
-    origins = [part[len(prefix) : -len(suffix)] for part in parts if part.startswith(prefix) and part.endswith(suffix)]
-    return tuple(dict.fromkeys(origins)) or None
+    parts = [part.strip() for part in re.split("[\x1e\x1f\n]", metadata)]
+    origins = [
+        part[len(prefix) : -len(suffix)] if part.startswith(prefix) and part.endswith(suffix) else ""
+        for part in parts
+        if part
+    ]
+    return tuple(dict.fromkeys(origins)) if any(origins) else None
 
 
 def read_log(path: str | os.PathLike[str]) -> Log:

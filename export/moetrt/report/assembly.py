@@ -15,6 +15,7 @@ import onnx
 
 from moetrt.bench import result
 from moetrt.errors import InputError
+from moetrt.external_data import check_marks
 from moetrt.files import file_sha256
 from moetrt.json_files import Field
 from moetrt.mapping_report import MAPPED_FORM
@@ -88,6 +89,8 @@ def make_report(folder: str | os.PathLike[str]) -> Report:
     place = Path(folder)
     named = only_model(files)
     graph = read_graph(named.path) if named is not None and named.path.is_file() else None
+    if named is not None and graph is not None:
+        check_marks(graph, named.path)
     of = {kind: [file for file in files if file.kind == kind] for kind in COMMANDS}
     if len(of[MAPPING]) > 1:
         raise InputError(
