@@ -390,6 +390,14 @@ def doubled(tensors: Tensors) -> None:
             "lack 3 tensors of .*, such as model.layers.0.mlp.experts.7.down_pr",
         ),
         (lambda tensors: tensors.pop(PROJ), f"lack 1 tensors of .*, such as {PROJ}"),
+        (
+            lambda tensors: tensors.update({"embed_tokens.weight": tensors["model.embed_tokens.weight"]}),
+            "have both .*embed_tokens.weight and .*embed_tokens.weight for model.embed_tokens.weight; one of them is",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(8, 64, 32)}),
+            "have both .* and .* for model.layers.0.mlp.experts.down_proj; one of them is taken",
+        ),
         (doubled, "have 3 tensors that .* does not take, such as model.layers.0.mlp.experts.8.down_proj.weight"),
     ],
 )
@@ -478,6 +486,14 @@ def test_case_44_weights_in_another_format_are_named(folder: Path, name: str) ->
         f"'.*/model' has its weights as {name} alone; model.safetensors is taken, or model.safetensors.index.json with"
     )
     with pytest.raises(InputError, match=line):
+        load_source(folder)
+
+
+def test_case_53_an_adapter_is_not_left_out_in_silence(folder: Path) -> None:
+    configure(folder, "adapter_config.json", peft_type="LORA")
+    with pytest.raises(
+        InputError, match=r"'.*/model' has an adapter of its weights, adapter_config.json; a model that"
+    ):
         load_source(folder)
 
 

@@ -55,6 +55,7 @@ def check_tensors(
                 f"{where}: its weights have {key} as {tensor.dtype} without a scale that is known, such as "
                 f"{key}_scale; {TAKEN}"
             )
+    _check_doubled(uses, own, where)
     groups = _groups(uses, own)
     for keys in groups.values():
         _check_sizes(keys, tensors, name, where)
@@ -118,6 +119,15 @@ def _rehearse(skeleton: Any, tensors: Mapping[str, Stored | Dequantized]) -> Any
     skeleton.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     skeleton._adjust_missing_and_unexpected_keys(info)
     return info
+
+
+def _check_doubled(uses: Mapping[str, _Use], own: Mapping[str, torch.Tensor], where: str) -> None:
+    """Of two names for one tensor Transformers takes the first in the alphabet."""
+    found: dict[str, tuple[str, _Use]] = {}
+    for key, use in uses.items():
+        other, before = found.setdefault(use.target, (key, use))
+        if other != key and use.target in own and None in (use.pattern, before.pattern):
+            raise InputError(f"{where}: its weights have both {other} and {key} for {use.target}; one of them is taken")
 
 
 def _groups(uses: Mapping[str, _Use], own: Mapping[str, torch.Tensor]) -> dict[_Use, list[str]]:
