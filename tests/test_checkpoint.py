@@ -289,6 +289,15 @@ def test_case_54_two_numbers_a_byte(tmp_path: Path) -> None:
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}
 
 
+def test_without_a_dtype_in_the_config_most_numbers_decide(folder: Path) -> None:
+    """Not the first tensor, which may be one that the model keeps in float32."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    change(folder, lambda tensors: tensors.update({name: tensors[name].float() for name in list(tensors)[:1]}))
+    assert {tensor.dtype for tensor in loaded(folder).values()} == {torch.bfloat16}
+
+
 def test_case_54_a_block_scaled_folder_as_published(folder: Path) -> None:
     quantised, meant = read(folder), read(folder)
     for name, tensor in read(folder).items():
@@ -392,11 +401,16 @@ def doubled(tensors: Tensors) -> None:
         (lambda tensors: tensors.pop(PROJ), f"lack 1 tensors of .*, such as {PROJ}"),
         (
             lambda tensors: tensors.update({"embed_tokens.weight": tensors["model.embed_tokens.weight"]}),
-            "have both .*embed_tokens.weight and .*embed_tokens.weight for model.embed_tokens.weight; one of them is",
+            "have both .*embed_tokens.weight and .*embed_tokens.weight for model.embed_tokens.weight; one spelling is",
         ),
         (
             lambda tensors: tensors.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(8, 64, 32)}),
-            "have both .* and .* for model.layers.0.mlp.experts.down_proj; one of them is taken",
+            "have both .* and .* for model.layers.0.mlp.experts.down_proj; one spelling is taken",
+        ),
+        (
+            # Sorted by its name, expert 3 would come last.
+            lambda tensors: tensors.update({PROJ.removeprefix("model."): tensors.pop(PROJ)}),
+            "have both .* and .* for model.layers.0.mlp.experts.down_proj; one spelling is taken",
         ),
         (doubled, "have 3 tensors that .* does not take, such as model.layers.0.mlp.experts.8.down_proj.weight"),
     ],
