@@ -289,6 +289,15 @@ def test_case_54_two_numbers_a_byte(tmp_path: Path) -> None:
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}
 
 
+def test_without_a_dtype_in_the_config_most_numbers_decide(folder: Path) -> None:
+    """Not the first tensor, which may be one that the model keeps in float32."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    change(folder, lambda tensors: tensors.update({name: tensors[name].float() for name in list(tensors)[:1]}))
+    assert {tensor.dtype for tensor in loaded(folder).values()} == {torch.bfloat16}
+
+
 def test_case_54_a_block_scaled_folder_as_published(folder: Path) -> None:
     quantised, meant = read(folder), read(folder)
     for name, tensor in read(folder).items():
@@ -390,6 +399,19 @@ def doubled(tensors: Tensors) -> None:
             "lack 3 tensors of .*, such as model.layers.0.mlp.experts.7.down_pr",
         ),
         (lambda tensors: tensors.pop(PROJ), f"lack 1 tensors of .*, such as {PROJ}"),
+        (
+            lambda tensors: tensors.update({"embed_tokens.weight": tensors["model.embed_tokens.weight"]}),
+            "have both .*embed_tokens.weight and .*embed_tokens.weight for model.embed_tokens.weight; one spelling is",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(8, 64, 32)}),
+            "have both .* and .* for model.layers.0.mlp.experts.down_proj; one spelling is taken",
+        ),
+        (
+            # Sorted by its name, expert 3 would come last.
+            lambda tensors: tensors.update({PROJ.removeprefix("model."): tensors.pop(PROJ)}),
+            "have both .* and .* for model.layers.0.mlp.experts.down_proj; one spelling is taken",
+        ),
         (doubled, "have 3 tensors that .* does not take, such as model.layers.0.mlp.experts.8.down_proj.weight"),
     ],
 )
@@ -478,6 +500,14 @@ def test_case_44_weights_in_another_format_are_named(folder: Path, name: str) ->
         f"'.*/model' has its weights as {name} alone; model.safetensors is taken, or model.safetensors.index.json with"
     )
     with pytest.raises(InputError, match=line):
+        load_source(folder)
+
+
+def test_case_53_an_adapter_is_not_left_out_in_silence(folder: Path) -> None:
+    configure(folder, "adapter_config.json", peft_type="LORA")
+    with pytest.raises(
+        InputError, match=r"'.*/model' has an adapter of its weights, adapter_config.json; a model that"
+    ):
         load_source(folder)
 
 

@@ -4,7 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -55,10 +55,11 @@ def check_tensors(
                 f"{where}: its weights have {key} as {tensor.dtype} without a scale that is known, such as "
                 f"{key}_scale; {TAKEN}"
             )
+    _check_doubled(uses, own, where)
     groups = _groups(uses, own)
     for keys in groups.values():
         _check_sizes(keys, tensors, name, where)
-    lost, extra = _misnumbered(groups, own)
+    lost, extra = _misnumbered(groups, own, where)
     info = _rehearse(skeleton, tensors)
     unexpected = [key for key in tensors if uses[key].target in info.unexpected_keys]
     extra += _without_use(unexpected, skeleton, composite)
@@ -120,6 +121,19 @@ def _rehearse(skeleton: Any, tensors: Mapping[str, Stored | Dequantized]) -> Any
     return info
 
 
+def _check_doubled(uses: Mapping[str, _Use], own: Mapping[str, torch.Tensor], where: str) -> None:
+    """Of two names for one tensor Transformers takes the first in the alphabet."""
+    found: dict[str, tuple[str, _Use]] = {}
+    for key, use in uses.items():
+        other, before = found.setdefault(use.target, (key, use))
+        if other != key and use.target in own and None in (use.pattern, before.pattern):
+            _refuse_doubled(other, key, use.target, where)
+
+
+def _refuse_doubled(one: str, other: str, target: str, where: str) -> NoReturn:
+    raise InputError(f"{where}: its weights have both {one} and {other} for {target}; one spelling is taken")
+
+
 def _groups(uses: Mapping[str, _Use], own: Mapping[str, torch.Tensor]) -> dict[_Use, list[str]]:
     """The tensors that are stacked into one, such as an expert's each."""
     groups = defaultdict(list)
@@ -140,17 +154,23 @@ def _check_sizes(keys: list[str], tensors: Mapping[str, Stored | Dequantized], n
             )
 
 
-def _misnumbered(groups: Mapping[_Use, list[str]], own: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+def _misnumbered(
+    groups: Mapping[_Use, list[str]], own: Mapping[str, torch.Tensor], where: str
+) -> tuple[list[str], list[str]]:
     """The names that a stack lacks, and those that it has no place for: Transformers looks at their count alone."""
     lost, extra = [], []
     for use, keys in groups.items():
-        parts = [key.split(".") for key in keys]
-        places = [place for place, words in enumerate(zip(*parts, strict=False)) if len(set(words)) > 1]
-        if len(places) != 1 or not all(words[places[0]].isdecimal() for words in parts):
+        if not use.stacked or len(keys) < 2:
             continue
-        numbers = {int(words[places[0]]) for words in parts}
-        wanted = set(range(own[use.target].shape[0] if use.stacked else len(keys)))
-        before, after = parts[0][: places[0]], parts[0][places[0] + 1 :]
+        parts = [key.split(".") for key in keys]
+        differing = [place for place, words in enumerate(zip(*parts, strict=False)) if len(set(words)) > 1]
+        at = differing[0]
+        if len(differing) > 1 or len({len(words) for words in parts}) > 1 or not all(w[at].isdecimal() for w in parts):
+            # In which order they would be stacked, their spelling would decide.
+            _refuse_doubled(keys[0], next(key for key in keys if key != keys[0]), use.target, where)
+        numbers = {int(words[at]) for words in parts}
+        wanted = set(range(own[use.target].shape[0]))
+        before, after = parts[0][:at], parts[0][at + 1 :]
         lost += [".".join([*before, str(number), *after]) for number in wanted - numbers]
         extra += [".".join([*before, str(number), *after]) for number in numbers - wanted]
     return lost, extra

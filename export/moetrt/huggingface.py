@@ -98,6 +98,10 @@ def from_folder(folder: Path, dtype: torch.dtype | None) -> Source:
         raise InputError(f"source folder '{folder}' has no config.json; a Hugging Face model folder is taken")
     where = f"source folder '{folder}'"
     check_in_folder(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"{where} has an adapter of its weights, adapter_config.json; a model that it is merged into is taken"
+        )
     try:
         with quiet():
             config = _config(folder, where)
