@@ -56,6 +56,7 @@ from moetrt.spec import (
     check_operands,
 )
 from moetrt.spec import Operand as KnownOperand
+from moetrt.type_check import check_types
 
 TAILS_EXPECTED = "moetrt.tails_expected"
 """Key of the model's metadata under which capture writes how many tails the model has."""
@@ -162,7 +163,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
         function: as of `map_file`.
 
     Raises:
-        InputError: the model's opset is too old, or an operator node in it is broken.
+        InputError: the model's opset is too old, an operator node in it is broken, or its dtypes do not fit.
     """
     normalise_domains(model)
     opset = model.graph.opset_imports.get("", 0)
@@ -175,6 +176,8 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     notes = inline_functions(model)
     unnamed = name_dimensions(model)
     fill_in_shapes(model)
+    # Before anything is taken out: what does not fit may lie in a tail, and would not be seen any more.
+    check_types(_all_nodes(model), opset)
     if plain_choices(model):
         fill_in_unknown(model)
     mapper = _Mapper(_names(model))

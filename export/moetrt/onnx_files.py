@@ -14,6 +14,7 @@ import onnx_ir as ir
 from moetrt.errors import InputError
 from moetrt.file_copy import copy_range, data_ranges, shares_blocks
 from moetrt.files import Named, check_distinct, existing_file, output_file, write_atomically
+from moetrt.node_order import sort_nodes
 from moetrt.quiet import quiet
 from moetrt.spec import DOMAIN, OPERATORS
 
@@ -119,7 +120,7 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
         path: the ``.onnx`` file (protobuf). External data is looked for beside it.
 
     Raises:
-        InputError: as of `read_proto`; the model does not pass onnx.checker or has another opset than those from
+        InputError: as of `read_proto` and `moetrt.node_order.sort_nodes`; the model does not pass onnx.checker or has another opset than those from
             ``OLDEST_OPSET`` to onnx's newest; or a data file that it names is missing, too short, or lies outside the
             model's folder.
         InputTypeError: ``path`` is no path.
@@ -144,6 +145,10 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
             )
     _check_external_fields(proto, source)
     _check_dtypes(proto, source)
+    try:
+        sort_nodes(proto)
+    except InputError as error:
+        raise InputError(f"ONNX model '{source}': {error}") from error
     check_proto(proto, source)
     try:
         with quiet():
