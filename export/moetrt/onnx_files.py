@@ -120,9 +120,9 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
         path: the ``.onnx`` file (protobuf). External data is looked for beside it.
 
     Raises:
-        InputError: as of `read_proto` and `moetrt.node_order.sort_nodes`; the model does not pass onnx.checker or has another opset than those from
-            ``OLDEST_OPSET`` to onnx's newest; or a data file that it names is missing, too short, or lies outside the
-            model's folder.
+        InputError: as of `read_proto` and `moetrt.node_order.sort_nodes`; the model does not pass onnx.checker or has
+            another opset than those from ``OLDEST_OPSET`` to onnx's newest; or a data file that it names is missing,
+            too short, or lies outside the model's folder.
         InputTypeError: ``path`` is no path.
     """
     source = existing_file(path, "ONNX model")

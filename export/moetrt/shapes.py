@@ -192,6 +192,9 @@ def _lacks_width(node: ir.Node) -> bool:
         )
     elif not is_op(node, "Add", "ReduceSum", "Einsum", "ScatterElements", "ScatterND"):
         return False
+    elif is_op(node, "ReduceSum") and rank(node.outputs[0]) == 3 and any(map(_is_unknown, node.outputs[0].shape or ())):
+        # Of [E, B, S, H], experts are summed: whether a residual has as many tokens is known by B and S alone.
+        return node.outputs[0].dtype in FLOAT_DTYPES
     # What is scattered along another axis marks groups of experts.
     along = node.attributes.get_int("axis", 0) if is_op(node, "ScatterElements") else 0
     read = node.inputs[:1] if along != 0 else node.inputs
@@ -226,6 +229,12 @@ def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:
             _set_dtype(value, found)
             if value.shape is None:
                 value.shape = found.shape
+            elif found.shape is not None and len(found.shape) == len(value.shape):
+                # TorchScript gives each dimension of an output that it does not know a name of its own.
+                sizes = [
+                    new if isinstance(new, int) else old for old, new in zip(value.shape, found.shape, strict=True)
+                ]
+                value.shape = value.shape if sizes == list(value.shape) else ir.Shape(sizes)
         for attribute in inner[node.outputs[0].name or ""].attribute if node.outputs[0].name in inner else ():
             if attribute.HasField("g"):
                 _fill(node.attributes[attribute.name].as_graph(), attribute.g)

@@ -1,4 +1,7 @@
-"""What an operator takes to be of one type must be: ONNX Runtime and onnx's full checker refuse a file where it is not."""
+"""What an operator takes to be of one dtype must be: ONNX Runtime refuses a file where it is not.
+
+onnx's checker looks at that only where it infers shapes, of a whole model.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -13,7 +16,7 @@ _Formals = tuple[tuple[str, ...], bool]
 """The types of a schema's inputs or outputs, names of what must be alike among them, and whether the last repeats."""
 
 _DISPUTED = "RMSNormalization"
-"""Its output has its scale's dtype by onnx's schema, and its input's by onnx's inference: nothing is held against it."""
+"""Its output has its scale's dtype by onnx's schema, its input's by onnx's inference: neither is held against it."""
 
 
 def check_types(nodes: Iterable[ir.Node], opset: int) -> None:
