@@ -98,7 +98,7 @@ def exported(table: Table, exporter: str, whole: bool) -> onnx.ModelProto:
         warnings.simplefilter("ignore")
         example = (torch.randn(2, 3, HIDDEN), torch.randn(2, 3, HIDDEN))
         if exporter == "torchscript":
-            axes = dict.fromkeys(("x", "residual"), {0: "B", 1: "S"})
+            axes = {name: {0: "B", 1: "S"} for name in ("x", "residual")}
             torch.onnx.export(module, example, file, opset_version=17, dynamo=False, dynamic_axes=axes, **names)
             return onnx.load_from_string(file.getvalue())
         symbols = dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)

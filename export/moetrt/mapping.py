@@ -44,7 +44,7 @@ from moetrt.segments.routers import is_routed, router_behind, unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
 from moetrt.segments.untyped import FORM as UNTYPED_FORM
 from moetrt.segments.untyped import unknown_of, untyped_routers, untyped_sum
-from moetrt.shapes import fill_in_shapes, fill_in_unknown, name_dimensions
+from moetrt.shapes import fill_in_shapes, fill_in_unknown, name_dimensions, unify_formulas
 from moetrt.spec import (
     DOMAIN,
     FINALIZE_ADD,
@@ -175,6 +175,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     remove_functions(model)
     notes = inline_functions(model)
     unnamed = name_dimensions(model)
+    unify_formulas(model)
     fill_in_shapes(model)
     # Before anything is taken out: what does not fit may lie in a tail, and would not be seen any more.
     check_types(_all_nodes(model), opset)
