@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from onnx import TensorProto, helper
 
 from moetrt import cli, onnx_files
 from moetrt.parity.replay import save_inputs
+from tests.test_onnx_files import nested
 
 BLOCK = "contract_to_engine:block"  # what the fixture mapped_block was exported from
 
@@ -199,6 +201,34 @@ def test_export_without_transformers_names_the_extra(
 
 
 # ----------------------------------------------------------------------------------------------------------- mapping
+
+
+@pytest.mark.parametrize("kind", ["deep", "large", "zeros"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "inspect {bad}",
+        "map {bad} -o {folder}/mapped.onnx",
+        "build {bad} -o {folder}/e.engine",
+        f"compare {{bad}} --against {BLOCK}",
+        f"compare {{good}} --against {BLOCK} --unmapped {{bad}}",
+        "bench {bad} -o {folder}/bench",
+        "bench {bad} -o {folder}/bench --dry-run",
+    ],
+)
+def test_case47_case48_what_protobuf_does_not_read_is_refused_on_every_entrance(
+    refused: Refused, tmp_path: Path, mapped_block: Path, kind: str, words: str
+) -> None:
+    bad, folder = tmp_path / "bad.onnx", tmp_path / "folder"
+    bad.write_bytes(nested(45) if kind == "deep" else b"\x08\x0a" if kind == "large" else b"")
+    if kind != "deep":
+        os.truncate(bad, 3 * 10**9 if kind == "large" else 2 * 10**9)
+    started = time.process_time()
+    line = refused(*(word.format(bad=bad, good=mapped_block, folder=folder) for word in words.split()))
+    assert {"deep": "nested too deep", "large": "3000000000 bytes", "zeros": "first byte was 0x00"}[kind] in line
+    # The file takes 5 s and 2 GB to read; the rest is imports, and the hash of files that a plan is held against.
+    assert kind == "deep" or time.process_time() - started < 3
+    assert not folder.exists() or not any(folder.iterdir())
 
 
 def test_case21_a_model_without_moe_is_not_mapped_in_silence(refused: Refused, plain_onnx: Path) -> None:

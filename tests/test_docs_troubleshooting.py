@@ -16,6 +16,7 @@ PLACE = "…"
 LEFT_OUT = {
     # What is raised is another message of this list, or of TensorRT or the plugin, with a few words before it.
     "mapping.py": {PLACE},
+    "onnx_files.py": {f"ONNX model '{PLACE}': {PLACE}"},
     "library.py": {PLACE},
     "rewrites/complex_numbers.py": {PLACE},
     # Part of "'…' is cut off, or was changed: it is no JSON (…)".

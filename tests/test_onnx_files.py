@@ -237,6 +237,95 @@ def test_files_that_are_not_onnx(tmp_path: Path, content: bytes, words: str) -> 
     assert "bad.onnx" in str(error.value)
 
 
+@pytest.mark.parametrize("first", [b"\0", b"\x0a", b"PK\x03\x04", b"version https://git-lfs", b"{}", b"\x80\x04"])
+def test_case47_the_first_byte_shows_what_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    """Zeros, a field written in another way, a zip archive, a pointer of Git LFS, JSON; pickles begin like field 16."""
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(first)
+    os.truncate(path, 2**31 - 1)  # a hole: it takes no place on the disk, and seconds to read
+    if first[0] < 0x80:
+        monkeypatch.setattr(onnx, "load", lambda *args, **kwargs: pytest.fail("the file was read"))
+    else:
+        os.truncate(path, 100)
+    with pytest.raises(InputError) as error:
+        load_model(path)
+    assert "is not an ONNX model, or was cut short" in one_line(error)
+
+
+def test_case47_every_field_of_a_model_may_come_first(tmp_path: Path) -> None:
+    """Writers put them in the order of their numbers; others are allowed."""
+    proto = linear_model()
+    proto.producer_name, proto.model_version, proto.doc_string = "p", 1, "d"
+    for field, _ in proto.ListFields():
+        rest = onnx.ModelProto()
+        rest.CopyFrom(proto)
+        rest.ClearField(field.name)
+        alone = onnx.ModelProto()
+        alone.CopyFrom(proto)
+        for other, _ in proto.ListFields():
+            if other.name != field.name:
+                alone.ClearField(other.name)
+        path = tmp_path / f"{field.name}.onnx"
+        path.write_bytes(alone.SerializeToString() + rest.SerializeToString())
+        np.testing.assert_allclose(ir.to_proto(load_model(path)).graph.initializer[1].float_data or [3], 3)
+
+
+def test_case47_a_file_beyond_protobufs_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large.onnx"
+    path.write_bytes(linear_model().SerializeToString())
+    os.truncate(path, 3 * 10**9)
+    monkeypatch.setattr(onnx, "load", lambda *args, **kwargs: pytest.fail("the file was read"))
+    with pytest.raises(InputError) as error:
+        load_model(path)
+    assert one_line(error) == (
+        f"ONNX model '{path}' has 3000000000 bytes; at most 2147483647 are taken, with larger weights as external data "
+        "in a file beside it"
+    )
+
+
+def _field(number: int, content: bytes) -> bytes:
+    size, length = len(content), b""
+    while True:
+        size, low = size >> 7, size & 0x7F
+        length += bytes([low | (0x80 if size else 0)])
+        if not size:
+            return bytes([number << 3 | 2]) + length + content
+
+
+def nested(depth: int) -> bytes:
+    """A model of If in If, written by hand: protobuf's Python classes refuse to be put together so deep."""
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])
+    inner = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "inner", [], [y]).SerializeToString()
+    otherwise = helper.make_attribute("else_branch", onnx.GraphProto.FromString(inner)).SerializeToString()
+    graph = inner
+    for _ in range(depth):
+        then = onnx.AttributeProto(name="then_branch", type=onnx.AttributeProto.GRAPH).SerializeToString()
+        node = helper.make_node("If", ["c"], ["y"]).SerializeToString()
+        node += _field(5, then + _field(6, graph)) + _field(5, otherwise)
+        graph = _field(1, node) + _field(2, b"g") + _field(12, y.SerializeToString())
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2])]
+    inputs.append(helper.make_tensor_value_info("c", TensorProto.BOOL, []))
+    graph += b"".join(_field(11, value.SerializeToString()) for value in inputs)
+    return onnx.ModelProto(ir_version=8, opset_import=[helper.make_opsetid("", 18)]).SerializeToString() + _field(
+        7, graph
+    )
+
+
+def test_case48_a_model_that_is_nested_too_deep_is_called_that(tmp_path: Path) -> None:
+    path = tmp_path / "deep.onnx"
+    path.write_bytes(nested(45))
+    with pytest.raises(InputError) as error:
+        load_model(path)
+    assert one_line(error) == (
+        f"ONNX model '{path}' is nested too deep: protobuf reads 100 messages inside one another, and each If, Loop or "
+        "Scan inside another takes 3; export it with fewer"
+    )
+    path.write_bytes(nested(31))
+    assert len(list(load_model(path).graphs())) == 63
+
+
 @pytest.mark.parametrize("place", ["weight", "output"])
 def test_dtype_that_onnx_has_not(tmp_path: Path, place: str) -> None:
     proto = linear_model()

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 from moetrt.capture import export
 from moetrt.mapping import map_file
+from moetrt.onnx_files import read_proto
 from moetrt.report.drawings import (
     SHAPE_OF,
     LogAxis,
@@ -23,7 +24,7 @@ from moetrt.report.drawings import (
     shape_path,
     shortened,
 )
-from moetrt.report.graph import GraphNode, Operand, layer_of, layers_of, read_graph, replaced_nodes, shape_text
+from moetrt.report.graph import GraphNode, Operand, layer_of, layers_of, replaced_nodes, shape_text
 from moetrt.source import load_source
 from tests.mapping_graphs import full_tail
 from tests.test_mapping import CASE25
@@ -181,7 +182,7 @@ def test_the_picture_is_of_one_tail_of_several(tmp_path: Path) -> None:
     """The tail before, and nodes that tails share, are not drawn along: the residual is the tail before's hidden."""
     exported = export(load_source("moetrt.models:deepseek_v3"), tmp_path)
     sites = map_file(exported.model_path, tmp_path / "mapped.onnx").sites
-    source, mapped = read_graph(exported.model_path), read_graph(tmp_path / "mapped.onnx")
+    source, mapped = read_proto(exported.model_path), read_proto(tmp_path / "mapped.onnx")
     for site in sites:
         found = replaced_nodes(source, mapped, [str(output["value"]) for output in site.outputs.values()])
         kinds = [node.op_type for node in found]

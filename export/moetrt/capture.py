@@ -10,7 +10,6 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import onnx
 import onnx_ir as ir
 import torch
 
@@ -21,7 +20,7 @@ from moetrt.files import as_path, file_sha256, output_directory, output_file, so
 from moetrt.guards import Guards, noted
 from moetrt.huggingface import CausalLM
 from moetrt.mapping import TAILS_EXPECTED, inference_problem, sort_topk
-from moetrt.onnx_files import data_path_of, save_model
+from moetrt.onnx_files import data_path_of, read_proto, save_model
 from moetrt.onnx_op import attach_functions, named_inputs, operator_of, translation_table
 from moetrt.provenance import command, versions
 from moetrt.quiet import quiet
@@ -140,8 +139,8 @@ def export(
 def _readers_of(data: Path, model_path: Path) -> Iterator[Path]:
     """The ONNX files beside ``model_path`` that keep weights in ``data``, such as what was mapped before."""
     for other in sorted(data.parent.glob("*.onnx")):
-        with suppress(Exception):  # what is no ONNX reads no weights; protobuf's errors have no types to name
-            tensors = onnx.load(other, load_external_data=False).graph.initializer if other != model_path else ()
+        with suppress(InputError):  # what is no ONNX reads no weights
+            tensors = read_proto(other).graph.initializer if other != model_path else ()
             if any(("location", data.name) in ((e.key, e.value) for e in tensor.external_data) for tensor in tensors):
                 yield other
 

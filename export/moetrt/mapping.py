@@ -45,7 +45,7 @@ from moetrt.segments.routers import is_routed, router_behind, unheard_routers
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
 from moetrt.segments.untyped import FORM as UNTYPED_FORM
 from moetrt.segments.untyped import unknown_of, untyped_routers, untyped_sum
-from moetrt.shapes import fill_in_shapes, fill_in_unknown, name_dimensions
+from moetrt.shapes import fill_in_shapes, fill_in_unknown, name_dimensions, unify_formulas
 from moetrt.spec import (
     DOMAIN,
     FINALIZE_ADD,
@@ -57,6 +57,7 @@ from moetrt.spec import (
     check_operands,
 )
 from moetrt.spec import Operand as KnownOperand
+from moetrt.type_check import check_types
 
 TAILS_EXPECTED = "moetrt.tails_expected"
 """Key of the model's metadata under which capture writes how many tails the model has."""
@@ -164,7 +165,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
         function: as of `map_file`.
 
     Raises:
-        InputError: the model's opset is too old, or an operator node in it is broken.
+        InputError: the model's opset is too old, an operator node in it is broken, or its dtypes do not fit.
     """
     normalise_domains(model)
     opset = model.graph.opset_imports.get("", 0)
@@ -176,7 +177,10 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     remove_functions(model)
     notes = [*map(str, bounds_of(model).values()), *inline_functions(model)]
     unnamed = name_dimensions(model)
+    unify_formulas(model)
     fill_in_shapes(model)
+    # Before anything is taken out: what does not fit may lie in a tail, and would not be seen any more.
+    check_types(_all_nodes(model), opset)
     if plain_choices(model):
         fill_in_unknown(model)
     mapper = _Mapper(_names(model))
@@ -467,21 +471,22 @@ def _writer(name: str, added: list[ir.Node]) -> Write:
 
 def _seed_shaped(output: ir.Value, seed: Seed, added: list[ir.Node]) -> ir.Value:
     """``output``, [T, H], in the shape of the sum, which is [B, S, H] where the graph never flattens its tokens."""
-    like = _tokens_like(seed)
-    if like is None:
+    found = _tokens_like(seed)
+    if found is None:
         return output
+    like, axis = found
     write = _writer(str(output.name), added)
     width = ir.tensor([int(dim(seed.value, -1) or 0)], dtype=ir.DataType.INT64)
     sizes = [
-        write("Shape", [like], {"start": 0, "end": 2}, ir.DataType.INT64, [2]),
+        write("Shape", [like], {"start": axis, "end": axis + 2}, ir.DataType.INT64, [2]),
         write("Constant", [], {"value": width}, ir.DataType.INT64, [1]),
     ]
     shape = write("Concat", sizes, {"axis": 0}, ir.DataType.INT64, [3])
     return write("Reshape", [output, shape], {"allowzero": 1}, output.dtype, dims(seed.value) or ())
 
 
-def _tokens_like(seed: Seed) -> ir.Value | None:
-    """What has the B and S of a sum of [B, S, H]; None where the sum is [T, H].
+def _tokens_like(seed: Seed) -> tuple[ir.Value, int] | None:
+    """What has the B and S of a sum of [B, S, H], and on which axis B; None where the sum is [T, H].
 
     Raises:
         InputError: nothing that the operator reads has them.
@@ -489,12 +494,15 @@ def _tokens_like(seed: Seed) -> ir.Value | None:
     if rank(seed.value) == 2:
         return None
     shape = dims(seed.value) or []
-    for operand in seed.operands.values():
-        if rank(operand.value) in (3, 4) and (dims(operand.value) or [])[:2] == shape[:2] and None not in shape:
-            return operand.value
+    for value in (*(operand.value for operand in seed.operands.values()), seed.placed):
+        here = dims(value) if value is not None and None not in shape else None
+        for axis in (0, 1):
+            # Rows that lie expert by expert, [E, B, S, H], have them after their first dimension.
+            if value is not None and here and len(here) in (3 + axis, 4) and here[axis : axis + 2] == shape[:2]:
+                return value, axis
     raise InputError(
-        f"the sum '{seed.value.name}' has shape {shape}, and neither the weights nor the map have its first two "
-        "dimensions: flatten the tokens before, [T, K], and give the sum its shape afterwards"
+        f"the sum '{seed.value.name}' has shape {shape}, and neither the rows nor the weights nor the map have its "
+        "first two dimensions: flatten the tokens before, [T, K], and give the sum its shape afterwards"
     )
 
 

@@ -15,6 +15,7 @@ from moetrt.errors import InputError
 from moetrt.external_data import check_external_data, claim_marks, mark_of, new_mark
 from moetrt.file_copy import copy_range, data_ranges, shares_blocks
 from moetrt.files import Named, check_distinct, existing_file, output_file, write_atomically
+from moetrt.node_order import sort_nodes
 from moetrt.quiet import quiet
 from moetrt.spec import DOMAIN, OPERATORS
 
@@ -65,6 +66,57 @@ def _places(model: ir.Model) -> Iterator[_Place]:
                     yield _attribute_place(node, name, attribute.value)
 
 
+# protobuf writes no longer message, and reads none.
+_LARGEST_FILE = 2**31 - 1
+
+
+def read_proto(path: str | os.PathLike[str]) -> onnx.ModelProto:
+    """Reads an ONNX file as it is; data in other files stays there.
+
+    What its size or its first byte shows to be something else is not read.
+
+    Raises:
+        InputError: the file is missing, a folder, too large, not ONNX, cut short, or nested deeper than protobuf reads.
+        InputTypeError: ``path`` is no path.
+    """
+    source = existing_file(path, "ONNX model")
+    size = source.stat().st_size
+    if size == 0:
+        raise InputError(f"ONNX model '{source}' is an empty file")
+    if size > _LARGEST_FILE:
+        raise InputError(
+            f"ONNX model '{source}' has {size} bytes; at most {_LARGEST_FILE} are taken, with larger weights as "
+            "external data in a file beside it"
+        )
+    with source.open("rb") as file:
+        first = file.read(1)[0]
+    if not _may_begin_with(first):
+        raise InputError(
+            f"'{source}' is not an ONNX model, or was cut short: its first byte was 0x{first:02x}, and none begins so"
+        )
+    try:
+        return onnx.load(source, format="protobuf", load_external_data=False)
+    except Exception as error:  # protobuf's implementations differ in what they raise
+        text = _one_line(error)
+        if "MaxDepth" in text or "nesting" in text:
+            raise InputError(
+                f"ONNX model '{source}' is nested too deep: protobuf reads {_MOST_LEVELS} messages inside one another, "
+                "and each If, Loop or Scan inside another takes 3; export it with fewer"
+            ) from error
+        raise InputError(f"'{source}' is not an ONNX model, or was cut short: {text}") from error
+
+
+_MOST_LEVELS = 100
+"""protobuf's limit on messages inside one another, which readers of ONNX files leave as it is."""
+
+
+def _may_begin_with(first: int) -> bool:
+    """Whether a model's message may begin with this byte: the number of one of its fields, and how that is written."""
+    field = onnx.ModelProto.DESCRIPTOR.fields_by_number.get(first >> 3)
+    # Fields beyond 15 take a second byte, and another version of ONNX may have more of them.
+    return first > 0x7F or (field is not None and first & 7 == (0 if field.type == field.TYPE_INT64 else 2))
+
+
 def load_model(path: str | os.PathLike[str]) -> ir.Model:
     """Reads an ONNX file; data in other files stays there until somebody asks for a value.
 
@@ -72,18 +124,13 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
         path: the ``.onnx`` file (protobuf). External data is looked for beside it.
 
     Raises:
-        InputError: the file is missing, a folder, not ONNX or cut short; the model does not pass onnx.checker or has
-            another opset than those from ``OLDEST_OPSET`` to onnx's newest; a data file that it names is too short; or
-            as of `moetrt.external_data.check_external_data`.
+        InputError: as of `read_proto`, `moetrt.node_order.sort_nodes` and
+            `moetrt.external_data.check_external_data`; the model does not pass onnx.checker or has another opset than
+            those from ``OLDEST_OPSET`` to onnx's newest; or a data file that it names is too short.
         InputTypeError: ``path`` is no path.
     """
     source = existing_file(path, "ONNX model")
-    if source.stat().st_size == 0:
-        raise InputError(f"ONNX model '{source}' is an empty file")
-    try:
-        proto = onnx.load(source, format="protobuf", load_external_data=False)
-    except Exception as error:  # protobuf's implementations differ in what they raise
-        raise InputError(f"'{source}' is not an ONNX model, or was cut short: {_one_line(error)}") from error
+    proto = read_proto(source)
     if not proto.ir_version or not proto.HasField("graph") or not proto.opset_import:
         raise InputError(f"'{source}' is not an ONNX model, or was cut short: it has no IR version, graph or opset")
     if not proto.graph.name:
@@ -102,6 +149,10 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
             )
     marks = check_external_data(proto, source)
     _check_dtypes(proto, source)
+    try:
+        sort_nodes(proto)
+    except InputError as error:
+        raise InputError(f"ONNX model '{source}': {error}") from error
     check_proto(proto, source)
     try:
         with quiet():

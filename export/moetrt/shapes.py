@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
 
 import numpy as np
 import onnx
@@ -32,6 +33,51 @@ def name_dimensions(model: ir.Model) -> dict[ir.Value, ir.Shape]:
             for axis, size in enumerate(value.shape)
         )
     return before
+
+
+_ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where")
+
+
+def unify_formulas(model: ir.Model) -> None:
+    """Gives two sizes one name where the file says one as a product or a quotient ("B*S") and a node joins both.
+
+    Who writes such names has traced the graph with sizes above 1: what is joined there is of one length, or the trace
+    would have failed. Two plain names may be of different lengths, one of which is 1 on some runs.
+    """
+    values = [value for graph in model.graphs() for node in graph for value in node.outputs]
+    if not any(
+        map(_is_formula, {size.value for value in values for size in value.shape or () if not isinstance(size, int)})
+    ):
+        return
+    names: dict[str, str] = {}
+
+    def name_of(size: str) -> str:
+        while size in names:
+            size = names[size]
+        return size
+
+    for graph in model.graphs():
+        for node in graph:
+            shapes = [value.shape for value in node.inputs if value is not None and value.shape is not None]
+            for one, other in combinations(shapes, 2) if is_op(node, *_ELEMENTWISE) else ():
+                # Aligned at their last dimensions, as they are broadcast.
+                for first, second in zip(reversed(one), reversed(other), strict=False):
+                    if isinstance(first, int) or isinstance(second, int) or not first.value or not second.value:
+                        continue
+                    pair = sorted((name_of(first.value), name_of(second.value)), key=_is_formula)
+                    if pair[0] != pair[1] and _is_formula(pair[1]):
+                        names[pair[1]] = pair[0]
+    for value in values if names else ():
+        if value.shape is not None and any(not isinstance(size, int) and size.value in names for size in value.shape):
+            sizes = [
+                size if isinstance(size, int) or size.value is None else name_of(size.value) for size in value.shape
+            ]
+            value.shape = ir.Shape(sizes)
+
+
+def _is_formula(size: str | None) -> bool:
+    """Whether a dimension is a product or a quotient of others; a name may have other signs in it."""
+    return size is not None and ("*" in size or "//" in size)
 
 
 def fill_in_shapes(model: ir.Model) -> None:
@@ -192,6 +238,9 @@ def _lacks_width(node: ir.Node) -> bool:
         )
     elif not is_op(node, "Add", "ReduceSum", "Einsum", "ScatterElements", "ScatterND"):
         return False
+    elif is_op(node, "ReduceSum") and rank(node.outputs[0]) == 3 and any(map(_is_unknown, node.outputs[0].shape or ())):
+        # Of [E, B, S, H], experts are summed: whether a residual has as many tokens is known by B and S alone.
+        return node.outputs[0].dtype in FLOAT_DTYPES
     # What is scattered along another axis marks groups of experts.
     along = node.attributes.get_int("axis", 0) if is_op(node, "ScatterElements") else 0
     read = node.inputs[:1] if along != 0 else node.inputs
@@ -226,6 +275,12 @@ def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:
             _set_dtype(value, found)
             if value.shape is None:
                 value.shape = found.shape
+            elif found.shape is not None and len(found.shape) == len(value.shape):
+                # TorchScript gives each dimension of an output that it does not know a name of its own.
+                sizes = [
+                    new if isinstance(new, int) else old for old, new in zip(value.shape, found.shape, strict=True)
+                ]
+                value.shape = value.shape if sizes == list(value.shape) else ir.Shape(sizes)
         for attribute in inner[node.outputs[0].name or ""].attribute if node.outputs[0].name in inner else ():
             if attribute.HasField("g"):
                 _fill(node.attributes[attribute.name].as_graph(), attribute.g)

@@ -19,6 +19,7 @@ from moetrt.external_data import check_marks
 from moetrt.files import file_sha256
 from moetrt.json_files import Field
 from moetrt.mapping_report import MAPPED_FORM
+from moetrt.onnx_files import read_proto
 from moetrt.profiles import ENDS, profile_text
 from moetrt.provenance import versions
 from moetrt.report.facts import (
@@ -71,7 +72,6 @@ from moetrt.report.graph import (
     layer_label,
     layer_of,
     layers_of,
-    read_graph,
     replaced_nodes,
     shape_text,
 )
@@ -88,7 +88,7 @@ def make_report(folder: str | os.PathLike[str]) -> Report:
     files = find_files(folder)
     place = Path(folder)
     named = only_model(files)
-    graph = read_graph(named.path) if named is not None and named.path.is_file() else None
+    graph = read_proto(named.path) if named is not None and named.path.is_file() else None
     if named is not None and graph is not None:
         check_marks(graph, named.path)
     of = {kind: [file for file in files if file.kind == kind] for kind in COMMANDS}
@@ -287,7 +287,7 @@ def _picture(
         return None, f"The file before mapping, {path.name}, is not there any more, so there is no picture of a tail."
     if file_sha256(path) != sha256:
         return None, f"The file {path.name} is another one than was mapped, so there is no picture of a tail."
-    before = read_graph(path)
+    before = read_proto(path)
     nodes = replaced_nodes(before, graph, [operand.value for operand in site.outputs])
     if not nodes:
         return None, "The file before mapping spells its tails within functions, so there is no picture of one."

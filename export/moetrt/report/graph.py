@@ -89,11 +89,6 @@ class GraphFacts:
     external_data: tuple[str, ...]
 
 
-def read_graph(path: Path) -> onnx.ModelProto:
-    """The model without its external data."""
-    return onnx.load(str(path), load_external_data=False)
-
-
 def graph_facts(model: onnx.ModelProto, path: Path) -> GraphFacts:
     """The facts of ``model``, read from ``path``."""
     graph = model.graph

@@ -218,7 +218,7 @@ def chosen_experts(end: ir.Node, rows: Operand, weighted: Found, combine: Combin
     if not isinstance(experts, int):
         return None
     casts = [*combine.found.casts, *weighted.casts]
-    found = replace(combine.found, scale=combine.found.scale * weighted.scale, casts=casts)
+    found = replace(combine.found, scale=combine.found.scale * weighted.scale, casts=casts, placed=weighted.placed)
     base, clamped = index_of(combine.index, None, combine.found)
     problem = combine.problem
     if found.masks:

@@ -89,7 +89,9 @@ def _sums(node: ir.Node) -> Iterator[tuple[ir.Node, list[ir.Value]]]:
         stacked = _stacked(node)
         if stacked is not None:
             yield stacked
-    elif rank(node.outputs[0]) not in (2, 3) or not all(map(_may_be_term, node.inputs)):
+    elif (
+        not is_op(node, "Sum", "Add") or rank(node.outputs[0]) not in (2, 3) or not all(map(_may_be_term, node.inputs))
+    ):
         return
     elif is_op(node, "Sum"):
         yield node, [given(value) for value in node.inputs]

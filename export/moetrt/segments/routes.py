@@ -89,6 +89,7 @@ class Found:
         nan_beyond: whether an entry that names no row gives NaN already, as in the operator's own body.
         padded: whether columns after the first H were cut off.
         casts: what Casts made of the products and rows on the way.
+        placed: the rows with their tokens as B and S, where these were one dimension before.
     """
 
     top_k: int | str | None = None
@@ -96,6 +97,7 @@ class Found:
     as_picked: bool = False
     by_column: bool = False
     casts: list[ir.Value] = field(default_factory=list)
+    placed: ir.Value | None = None
     masks: list[PerRoute] = field(default_factory=list)
     kept: list[tuple[PerRoute, bool]] = field(default_factory=list)
     weights: list[PerRoute] = field(default_factory=list)
@@ -155,6 +157,8 @@ def walk_back(value: ir.Value, found: Found) -> Rows:
             value = source
             continue
         if _is_view(node, source, value):
+            if found.placed is None and rank(value) == 4 != rank(source):
+                found.placed = value
             value = source
         elif _cuts_columns(node, source, value):
             found.padded = True
@@ -479,10 +483,21 @@ def strip(place: PerRoute, found: Found) -> PerRoute:
             if dim(source, 1 if place.k_first else 0) != found.top_k:
                 return place
             place = replace(place, value=source, k_first=not place.k_first)
+        elif is_op(node, "Transpose") and (moved := _moves_k(node, source, place, found)) is not None:
+            place = moved
         elif found.by_column and place.column is None and (selected := _selected(node, value, found)) is not None:
             place = selected
         else:
             return place
+
+
+def _moves_k(node: ir.Node, source: ir.Value, place: PerRoute, found: Found) -> PerRoute | None:
+    """The [B, S, K] that a Transpose makes [K, B, S] from, or the other way round; None where it does neither."""
+    if permutation_of(node) != ([2, 0, 1] if place.k_first else [1, 2, 0]):
+        return None
+    if dim(source, 2 if place.k_first else 0) != found.top_k:
+        return None
+    return replace(place, value=source, k_first=not place.k_first)
 
 
 def _keeps_numbers(source: ir.Value, value: ir.Value) -> bool:
@@ -878,6 +893,7 @@ def weighted_seed(
         apply_expert_weights=int(bool(found.weights)),
         problem=problem,
         own_body=found.nan_beyond,
+        placed=found.placed,
     )
 
 

@@ -14,7 +14,8 @@ class Sum:
     """A sum over k.
 
     Attributes:
-        routes: what is summed, [T, K, H] or [K, T, H]; [B, S, K, H] where the graph never flattens its tokens.
+        routes: what is summed, [T, K, H] or [K, T, H]; [B, S, K, H] or [K, B, S, H] where the graph never flattens its
+            tokens, or has them back in their shape already.
         end: the node whose output is the sum.
         found: K, the layout, and the weights where the summing node applied them.
     """
@@ -50,7 +51,7 @@ def _reduced(node: ir.Node) -> Sum | None:
     axis, end = summed
     if axis == ndim - 1:
         return _columns_summed(routes, end)
-    k_first = axis == 0 and ndim == 3
+    k_first = axis == 0
     if axis != ndim - 2 and not k_first:
         return None
     if k_first and not isinstance(dim(routes, 0), int):
@@ -145,7 +146,7 @@ def _before_transpose(value: ir.Value, letters: str) -> Lettered:
 
 
 def _einsum(node: ir.Node) -> Sum | None:
-    """``tk,tkh->th``, in any letters, orders and layouts of t and k; ``bsk,bskh->bsh``; and with further factors."""
+    """``tk,tkh->th``, in any letters, orders and layouts of t and k, which may be b and s; and with further factors."""
     read = einsum_of(node)
     if read is None or len(read[1]) not in (2, 3):
         return None
@@ -159,21 +160,21 @@ def _einsum(node: ir.Node) -> Sum | None:
         return _plain_einsum(node, wide[0], result)
     if len(set(routes)) != len(result) + 1 or len(routes) != len(result) + 1 or routes[-1] != column:
         return None
-    k_first = len(tokens) == 1 and routes[1] == tokens
+    k_first = routes[1:-1] == tokens
     if not k_first and routes[:-2] != tokens:
         return None
     found = Found(dim(value, 0 if k_first else len(tokens)), k_first)
+    k = (set(routes) - set(result)).pop()
     for factor in operands:
         if factor is wide[0]:
             continue
-        k = (set(routes) - set(result)).pop()
         if factor.letters in (tokens, k, ""):
             of = {tokens: "t", k: "k", "": ""}[factor.letters]
             found.weights.append(PerRoute(before_upcast(factor.value), k_first, of=of, over=value))
             continue
-        if sorted(factor.letters) != sorted(routes[:-1]) or (len(tokens) > 1 and factor.letters != routes[:-1]):
+        if factor.letters not in (tokens + k, k + tokens):
             return None
-        take_weights(PerRoute(factor.value, k_first=factor.letters[-1] == tokens), found)
+        take_weights(PerRoute(factor.value, k_first=factor.letters == k + tokens), found)
     return Sum(value, node, found)
 
 

@@ -76,6 +76,7 @@ class Seed:
         problem: why it cannot be mapped, although it looks like a MoE tail.
         may_be_pooling: whether only a residual and a norm after it would show that it is a MoE tail.
         own_body: whether it is the operator's own body, inlined: what it adds has one row a token.
+        placed: the rows with the B and S of ``value``, where the operands have T.
     """
 
     form: str
@@ -88,6 +89,7 @@ class Seed:
     problem: str | None = None
     may_be_pooling: bool = False
     own_body: bool = False
+    placed: ir.Value | None = None
 
     @property
     def data(self) -> ir.DataType | None:
