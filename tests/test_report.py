@@ -737,6 +737,8 @@ def test_the_command_says_where_the_page_lies(folder: Path, capsys: pytest.Captu
     assert lines[0].startswith("good     Mapping: 1 of 1 tail mapped")
     assert lines[-1] == f"report: {folder / 'report.html'}"
     assert {"report.html", "report.json", "report.md"} <= set(os.listdir(folder))
+    for suffix in ("html", "md"):
+        assert "1 tail found, 1 expected, 1 mapped." in (folder / f"report.{suffix}").read_text()
 
 
 def test_compare_makes_the_page_of_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -819,13 +821,32 @@ def test_an_undecided_comparison_is_told_from_one_that_differs(folder: Path) -> 
             output.update(passed=False, undecided=True)
 
     changed(folder / "parity.json", undecided)
-    assert cli.run(["report", str(folder)]) == 0
+    assert cli.run(["report", str(folder)]) == 1
     for suffix in ("html", "md"):
         text = (folder / f"report.{suffix}").read_text()
-        assert "nothing could be compared: not finite in PyTorch" in text
+        assert "could not be compared: PyTorch gives nothing finite there" in text
         assert "Undecided" in text
         assert "Out of tolerance" not in text
         assert "differs" not in text.partition("Benchmarks</h2>")[0].partition("Parity</h2>")[2]
+
+
+def test_a_bad_verdict_is_the_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page is made all the same: it says what is wrong."""
+    changed(folder / "parity.json", lambda content: content.update(passed=False))
+    (folder / "report.html").unlink(missing_ok=True)
+    assert cli.run(["report", str(folder)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"moetrt: error: '{folder / 'report.html'}' has verdicts that are bad: Parity"
+    )
+    assert (folder / "report.html").is_file()
+
+
+def test_what_is_called_json_and_is_no_file_is_passed_over(folder: Path) -> None:
+    (folder / "folder.json").mkdir()
+    (folder / "nowhere.json").symlink_to("nowhere")
+    (folder / "circle.json").symlink_to("circle.json")
+    os.mkfifo(folder / "pipe.json")
+    assert cli.run(["report", str(folder)]) == 0
 
 
 def test_what_was_not_measured_is_in_the_verdict(folder: Path) -> None:
@@ -839,7 +860,7 @@ def test_what_was_not_measured_is_in_the_verdict(folder: Path) -> None:
     for suffix in ("html", "md"):
         text = (folder / f"report.{suffix}").read_text()
         assert "within tolerance (" in text
-        assert "Not measured: 7 elements of logits, NaN or Inf in PyTorch too." in text
+        assert "7 elements of logits could not be measured: NaN or Inf in PyTorch too." in text
 
 
 def test_what_keeps_bench_from_its_page_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
