@@ -675,7 +675,7 @@ class TestPlan:
             (["--point", "y:4", "--max", "x:9x64"], "point names input 'y'; the model's inputs are x, residual"),
             (["--point", "x:4x64", "--point", "x:4"], "shapes of different ranks: 4x64, 4"),
             (["--point", "x:4x64", "--point", "x:8x64", "--max", "x:6x64"], "the profile takes"),
-            (["--point", "x:4x64", "--load-inputs", "f.json"], "inputs 'f.json' does not exist"),
+            (["--point", "x:4x64", "--load-inputs", "f.json"], "inputs file 'f.json' does not exist"),
             (["--script", "--read"], "one of them is taken"),
             (["--plugin", "nope.so"], "plugin library 'nope.so' does not exist"),
         ],
@@ -696,12 +696,16 @@ class TestPlan:
             ([{"x": torch.zeros(4, 64, dtype=torch.float16), "residual": torch.zeros(4, 64)}], "torch.float16"),
             ([{"x": torch.zeros(4, 64)}], "have no 'residual'"),
             ([{"y": torch.zeros(4, 64)}], "have 'y'; the model's inputs are x, residual"),
-            ([], "have no feed"),
+            ([], "holds no list of inputs by name"),
+            ({"x": 1}, "holds no list of inputs by name"),
+            ([1], "holds no list of inputs by name"),
+            ([{"x": None}], "input 'x' is of type NoneType; arrays are taken"),
+            ([{"x": [1, 2]}], "input 'x' is of type list; arrays are taken"),
         ):
             save_json(feeds, str(path))
             assert said in refused("bench", mapped_block, "-o", tmp_path / "out", "--load-inputs", path)
         path.write_text("[1, 2")
-        assert "are no feeds that Polygraphy saved" in refused(
+        assert "is not in Polygraphy's format" in refused(
             "bench", mapped_block, "-o", tmp_path / "out", "--load-inputs", path
         )
 

@@ -413,11 +413,24 @@ def test_compare_overwrites_no_file_that_it_reads(
     (tmp_path / "own.py").write_text("net = None")
     assert "'own.py' is the file of the source itself" in refused(*common, "own:net", "--json", "own.py")
     (tmp_path / "own.py").unlink()
+    # A package runs its own file before a module of it, and what is installed is found by sys.path.
+    (tmp_path / "pack").mkdir()
+    for name in ("pack/__init__.py", "pack/nets.py"):
+        (tmp_path / name).write_text("raise RuntimeError('nothing is run to find it')")
+        assert f"'{tmp_path / name}' is the file of the source itself" in refused(
+            *common, "pack.nets:net", "--json", tmp_path / name
+        )
+    shutil.rmtree(tmp_path / "pack")
+    installed = cli.__file__.replace("cli.py", "models.py")
+    assert "is the file of the source itself" in refused(*common, "moetrt.models:deepseek_v3", "--json", installed)
     raw = ["--save-inputs-raw", tmp_path / "raw"]
     assert "x.bin' is the engine itself" in refused(*common, BLOCK, *raw, "--engine", tmp_path / "raw" / "x.bin")
     assert "is not a folder" in refused(*common, BLOCK, "--save-inputs-raw", other)
     page = tmp_path / "report.json"
     assert "is the report itself" in refused(*common, BLOCK, "--json", page, "--report", tmp_path)
+    # That is what --report writes there.
+    twice = ["--json", tmp_path / "parity.json", "--report", tmp_path]
+    assert "there is no module 'none'" in refused(*common, "none:net", *twice)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

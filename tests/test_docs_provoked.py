@@ -130,7 +130,7 @@ COMMANDS: list[tuple[str, str] | tuple[str, str, int]] = [
     ),
     (
         "bench {m} -o {d}/b --script --tool trtexec-11 --load-inputs {w}/text.onnx",
-        "inputs '…' are no feeds that Polygraphy saved: …",
+        "inputs file '…' is not in Polygraphy's format: …",
     ),
     ("bench {m} -o {d}/b --read --repeats 3", "--read takes the benchmark as DIR has it; … was given"),
     ("report {d}/none", "folder to report on '…' …"),

@@ -183,8 +183,10 @@ def test_the_rows_of_a_tail_are_as_many_as_its_routes_unless_they_are_given() ->
             {},
             "opt of dimension seq was 8 in ids and 9 in mask; one dimension has one range",
         ),
+        ({"ids": (0, 0)}, {}, {"ids": (4, 0)}, "max shape of 'ids' is 4x0, of no element; expected sizes of 1 or more"),
+        ({}, {}, {"scale": (1, 0)}, "max shape of 'scale' is 1x0, of no element; expected sizes of 1 or more"),
     ],
-    ids=["name", "min-opt", "opt-max", "rank", "static", "symbol"],
+    ids=["name", "min-opt", "opt-max", "rank", "static", "symbol", "nothing", "nothing of no name"],
 )
 def test_case32_shapes_that_contradict_the_model_are_refused(
     minimum: dict[str, tuple[int, ...]],

@@ -25,11 +25,19 @@ from moetrt.onnx_files import load_model, save_model
 from moetrt.onnx_op import make_model, named_inputs, operator_of
 from moetrt.parity import compare
 from moetrt.parity.finite import first_not_finite
-from moetrt.parity.runners import OrtRunner, TorchRunner, float64_copy, ort_session, session_of, tensorrt_runner
+from moetrt.parity.runners import (
+    OrtRunner,
+    TorchRunner,
+    experts_set_to,
+    float64_copy,
+    ort_session,
+    session_of,
+    tensorrt_runner,
+)
 from moetrt.parity.tails import tails_of
 from moetrt.parity.twins import float32_twin
 from moetrt.parity.verdict import TENSORRT, Errors, argmax_changed, judge
-from moetrt.source import Source
+from moetrt.source import Source, as_source
 from moetrt.spec import FINALIZE_ADD_RMS_NORM, Operand
 
 TOKENS, TOP_K, HIDDEN = 6, 3, 32
@@ -528,6 +536,10 @@ def test_an_experts_implementation_that_is_not_there_is_named(source: Source, go
     assert refused(good, source, experts_implementation="eager") == (
         "TwoTails is no Transformers model: it has no experts to run as 'eager'"
     )
+    # A module of the contract is named, not what takes its tensors apart.
+    flat = as_source((torch.nn.Linear(2, 2), torch.ones(1, 2))).module
+    with pytest.raises(InputError, match=r"^Linear is no Transformers model"), experts_set_to(flat, "eager"):
+        pass
     assert refused(good, source, experts_implementation="fastest") == (
         "the experts implementation was 'fastest'; eager, batched_mm, grouped_mm are taken"
     )

@@ -616,20 +616,19 @@ def test_numbers_that_json_does_not_have(folder: Path, capsys: pytest.CaptureFix
     assert "how was " in refusal(folder, capsys)
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "socket"])
-def test_a_name_that_is_no_files(folder: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    place = folder / "zz.json"
+def test_what_is_called_json_and_is_no_file_is_passed_over(folder: Path) -> None:
+    (folder / "folder.json").mkdir()
+    os.mkfifo(folder / "pipe.json")
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as opened:
-        if kind == "folder":
-            place.mkdir()
-        elif kind == "pipe":
-            os.mkfifo(place)
-        elif kind == "link":
-            place.symlink_to("nowhere.json")
-        else:
-            opened.bind(os.path.relpath(place))
-        why = "does not exist" if kind == "link" else "is not a file"
-        assert refusal(folder, capsys) == f"moetrt: error: JSON file '{place}' {why}"
+        opened.bind(os.path.relpath(folder / "socket.json"))
+        assert cli.run(["report", str(folder)]) == 0
+
+
+@pytest.mark.parametrize(("target", "why"), [("nowhere", "does not exist"), ("zz.json", "cannot be read: Too many ")])
+def test_a_link_that_leads_nowhere(folder: Path, capsys: pytest.CaptureFixture[str], target: str, why: str) -> None:
+    """It may have been one of ours."""
+    (folder / "zz.json").symlink_to(target)
+    assert refusal(folder, capsys).startswith(f"moetrt: error: JSON file '{folder / 'zz.json'}' {why}")
 
 
 def test_files_of_two_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -778,6 +777,8 @@ def test_the_command_says_where_the_page_lies(folder: Path, capsys: pytest.Captu
     assert lines[0].startswith("good     Mapping: 1 of 1 tail mapped")
     assert lines[-1] == f"report: {folder / 'report.html'}"
     assert {"report.html", "report.json", "report.md"} <= set(os.listdir(folder))
+    for suffix in ("html", "md"):
+        assert "1 tail found, 1 expected, 1 mapped." in (folder / f"report.{suffix}").read_text()
 
 
 def test_compare_makes_the_page_of_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -853,17 +854,22 @@ def test_names_are_shown_as_they_are_spelled_and_stay_short(folder: Path) -> Non
     assert f'title="{long}">{long[:19]}…{long[-20:]}</span>' in html
 
 
-def test_an_undecided_comparison_is_told_from_one_that_differs(folder: Path) -> None:
+def test_an_undecided_comparison_is_told_from_one_that_differs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def undecided(content: dict[str, Any]) -> None:
         content.update(passed=False, undecided=True, cause="every output is NaN in PyTorch too")
         for output in content["outputs"]:
             output.update(passed=False, undecided=True)
 
     changed(folder / "parity.json", undecided)
-    assert cli.run(["report", str(folder)]) == 0
+    # The page is made all the same: it says what is wrong.
+    assert cli.run(["report", str(folder)]) == 1
+    page = folder / "report.html"
+    assert capsys.readouterr().err == f"moetrt: error: '{page}' has verdicts that are bad: Parity\n"
     for suffix in ("html", "md"):
         text = (folder / f"report.{suffix}").read_text()
-        assert "nothing could be compared: not finite in PyTorch" in text
+        assert "could not be compared: PyTorch gives nothing finite there" in text
         assert "Undecided" in text
         assert "Out of tolerance" not in text
         assert "differs" not in text.partition("Benchmarks</h2>")[0].partition("Parity</h2>")[2]
@@ -880,7 +886,7 @@ def test_what_was_not_measured_is_in_the_verdict(folder: Path) -> None:
     for suffix in ("html", "md"):
         text = (folder / f"report.{suffix}").read_text()
         assert "within tolerance (" in text
-        assert "Not measured: 7 elements of logits, NaN or Inf in PyTorch too." in text
+        assert "7 elements of logits could not be measured: NaN or Inf in PyTorch too." in text
 
 
 def test_what_keeps_bench_from_its_page_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

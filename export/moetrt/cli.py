@@ -393,7 +393,9 @@ def compare_command(
     shapes = [_shapes([word]) for word in shapes_words]
     existing_file(model, "ONNX model")
     in_folder = os.path.join(report_folder, "parity.json") if report_folder else None
-    written = [("report", json_path), ("report", in_folder), ("inputs file", save_inputs)]
+    # --json may name the very file that --report writes.
+    reports = {os.path.realpath(path): path for path in (json_path, in_folder) if path}
+    written = [*(("report", path) for path in reports.values()), ("inputs file", save_inputs)]
     written += [("page of the report", str(path)) for path in (page_files(report_folder) if report_folder else ())]
     outputs = [(what, output_file(path, what)) for what, path in written if path]
     with out.step("compare") as step:
@@ -533,11 +535,12 @@ def bench_command(
 
 
 def _files_of(source: str) -> list[str]:
-    """The files of a source: of a folder, or the file in this folder that a factory's module is."""
+    """The files of a source: of a folder, or those of a factory's module and of the packages around it."""
     if os.path.isdir(source):
         return [entry.path for entry in os.scandir(source) if entry.is_file()]
-    module = os.path.join(*source.partition(":")[0].split(".")) + ".py"
-    return [module] if os.path.isfile(module) else []
+    from moetrt.source import module_files
+
+    return module_files(source.partition(":")[0])
 
 
 def _page_of(out: Any, folder: str) -> None:
@@ -566,12 +569,16 @@ def _refuse_with_read() -> None:
 def report_command(out: Any, folder: str, output: str | None) -> None:
     """Make one page of what map, compare, build and bench left in DIR; the same as JSON and Markdown beside it."""
     from moetrt.report import make_report, write_report
+    from moetrt.report.facts import BAD
 
     report = make_report(folder)
     page = write_report(report, folder, output)
     for verdict in report.verdicts:
         out.line(f"{verdict.state:<9}{verdict.what}: {verdict.text}")
     out.line(f"report: {page}")
+    bad = [verdict.what for verdict in report.verdicts if verdict.state == BAD]
+    if bad:
+        raise Shortfall(f"'{page}' has verdicts that are bad: {', '.join(bad)}")
 
 
 @_command("demo")

@@ -119,7 +119,7 @@ def make_profile(
 
     Raises:
         InputError: a name that is no input, another rank, another size than a static dimension's, min > opt or
-            opt > max, one named dimension with two sizes at one end, or a size beyond a bound.
+            opt > max, a max of 0, one named dimension with two sizes at one end, or a size beyond a bound.
     """
     inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
     given: dict[str, dict[str, Sequence[int]]] = {}
@@ -134,6 +134,11 @@ def make_profile(
     for name, bounds in given.items():
         for axis, dimension in enumerate(_checked_dims(inputs[name], bounds)):
             for end, sizes in bounds.items():
+                if end == "max" and not sizes[axis] and not isinstance(dimension, int):
+                    raise InputError(
+                        f"max shape of '{name}' is {_dims(sizes)}, of no element; expected sizes of 1 or more, for an "
+                        "engine has to run something"
+                    )
                 ends = told.setdefault(_key(name, axis, dimension), {})
                 known, where = ends.setdefault(end, (sizes[axis], name))
                 if known != sizes[axis]:

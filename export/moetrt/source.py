@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
@@ -320,6 +321,20 @@ def _current_folder_importable() -> Iterator[None]:
     finally:
         if here in sys.path:
             sys.path.remove(here)
+
+
+def module_files(name: str) -> list[str]:
+    """The files of the module ``name`` and of the packages around it, as a factory's would be found; none is run."""
+    files: list[str] = []
+    places = [os.getcwd(), *sys.path]
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, places) if part.isidentifier() else None
+        if spec is None:
+            break
+        if spec.has_location and spec.origin:
+            files.append(spec.origin)
+        places = list(spec.submodule_search_locations or ())
+    return files
 
 
 def _from_factory(module_name: str, attribute: str) -> Any:

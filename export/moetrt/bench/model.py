@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -102,6 +101,9 @@ def make_plan(
     given: list[dict[str, Shape]] = [{name: tuple(tensor.shape) for name, tensor in feed.items()} for feed in feeds]
     given = given or [_told(inputs, point) for point in points]
     notes = [*map(str, bounds_of(model).values()), *_check_feeds(inputs, nodes, feeds, inputs_name)]
+    for point in given:
+        # Before the profile, which may be made of them.
+        _check_not_empty(point)
     bounds = (minimum, optimum, maximum) if minimum or optimum or maximum else _bounds(given)
     profile = make_profile(model, *bounds)
     planned = []
@@ -144,23 +146,12 @@ def read_feeds(path: str | os.PathLike[str]) -> list[dict[str, torch.Tensor]]:
     """
     from moetrt.backends import resolve, switch_polygraphy
 
-    file = existing_file(path, "inputs")
     # Reading a file needs no TensorRT; which one Polygraphy is set to must still be settled first.
     with suppress(InputError):
         switch_polygraphy(resolve())
-    from polygraphy.exception import PolygraphyException
-    from polygraphy.json import load_json
+    from moetrt.parity.replay import load_feeds
 
-    try:
-        feeds: Any = load_json(str(file))
-        tensors = [{str(name): torch.as_tensor(value) for name, value in feed.items()} for feed in feeds]
-    except (PolygraphyException, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise InputError(
-            f"inputs '{file}' are no feeds that Polygraphy saved: {' '.join(str(error).split())}"
-        ) from error
-    if not tensors:
-        raise InputError(f"inputs '{file}' have no feed")
-    return tensors
+    return load_feeds(path)
 
 
 def write_inputs(plan: Plan, folder: Path, feeds: Sequence[Mapping[str, torch.Tensor]]) -> None:

@@ -109,6 +109,15 @@ def load_inputs(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Reads inputs in Polygraphy's format; of several feeds, the first.
 
     Raises:
+        InputError: as of `load_feeds`.
+    """
+    return load_feeds(path)[0]
+
+
+def load_feeds(path: str | os.PathLike[str]) -> list[dict[str, torch.Tensor]]:
+    """Reads every feed of a file in Polygraphy's format; there is at least one.
+
+    Raises:
         InputError: the file is missing, or holds no inputs in that format.
     """
     from polygraphy.json import load_json
@@ -118,18 +127,16 @@ def load_inputs(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         feeds = load_json(str(file))
     except Exception as error:  # Polygraphy's decoders raise what numpy, torch and json do
         raise InputError(f"inputs file '{file}' is not in Polygraphy's format: {_line(error)}") from error
-    if not isinstance(feeds, list) or not feeds or not isinstance(feeds[0], Mapping):
+    if not isinstance(feeds, list) or not feeds or not all(isinstance(feed, Mapping) for feed in feeds):
         raise InputError(
             f"inputs file '{file}' holds no list of inputs by name, as Polygraphy's --save-inputs writes it"
         )
-    feed = {}
-    for name, value in feeds[0].items():
+    for name, value in (item for feed in feeds for item in feed.items()):
         if not isinstance(value, np.ndarray | torch.Tensor):
             raise InputError(
                 f"inputs file '{file}': input '{name}' is of type {type(value).__name__}; arrays are taken"
             )
-        feed[name] = torch.as_tensor(value)
-    return feed
+    return [{name: torch.as_tensor(value) for name, value in feed.items()} for feed in feeds]
 
 
 def raw_paths(names: Iterable[str], directory: str | os.PathLike[str]) -> dict[str, Path]:

@@ -22,6 +22,7 @@ from moetrt.errors import InputError, MoetrtError
 from moetrt.files import existing_file
 from moetrt.library import KernelLibrary
 from moetrt.onnx_files import save_model
+from moetrt.source import FlatModule
 from moetrt.spec import OperatorSpec
 
 # Polygraphy fixes which TensorRT it uses when it is imported. Parity on a CPU needs none at all: what is wrong with it,
@@ -171,8 +172,10 @@ def experts_set_to(module: torch.nn.Module, implementation: str) -> Iterator[Non
         raise InputError(f"the experts implementation was '{implementation}'; {taken} are taken")
     switched = [part for part in module.modules() if callable(getattr(part, "set_experts_implementation", None))][:1]
     if not switched:
+        # The user's own module, not the one that takes its tensors apart.
+        own = module.module if isinstance(module, FlatModule) else module
         raise InputError(
-            f"{type(module).__name__} is no Transformers model: it has no experts to run as '{implementation}'"
+            f"{type(own).__name__} is no Transformers model: it has no experts to run as '{implementation}'"
         )
     model: Any = switched[0]
     before = model.get_experts_implementation()

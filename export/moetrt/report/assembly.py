@@ -627,12 +627,14 @@ def _parity_verdict(parity: Sequence[ParityFacts]) -> Verdict:
     if odd := [output for output in off if _measured_within(output)]:
         told.append(f"{len(odd)} of {total} within tolerance and still not passed: {odd[0].reason}")
     if undecided:
-        told.append(f"Of {len(undecided)} of {total} nothing could be compared: not finite in PyTorch")
+        told.append(f"{len(undecided)} of {total} could not be compared: PyTorch gives nothing finite there")
     if not told:
         told.append(f"{total} within tolerance {against}" if outputs else "No output was compared")
     lost = {o.name: o.pytorch_nan + o.pytorch_inf for o in outputs if not o.tail and not o.undecided}
     told += [
-        f"Not measured: {_count(n, 'element')} of {name}, NaN or Inf in PyTorch too" for name, n in lost.items() if n
+        f"{_count(n, 'element')} of {name} could not be measured: NaN or Inf in PyTorch too"
+        for name, n in lost.items()
+        if n
     ]
     lengths = [length for facts in parity for length in facts.lengths]
     if odd_lengths := [length.sizes for length in lengths if not length.passed]:

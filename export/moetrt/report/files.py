@@ -94,7 +94,9 @@ def find_files(folder: str | os.PathLike[str]) -> list[ReportFile]:
     place = as_path(folder, "folder to report on")
     if not place.is_dir():
         raise InputError(f"folder to report on '{place}' {'is not a folder' if place.exists() else 'does not exist'}")
-    found = [file for path in sorted(place.glob("*.json")) if (file := _read(path)) is not None]
+    # A folder may be called so too. A link that leads nowhere is refused: it may have been one of ours.
+    paths = [path for path in sorted(place.glob("*.json")) if path.is_file() or not path.exists()]
+    found = [file for path in paths if (file := _read(path)) is not None]
     if all(file.kind == EXPORT for file in found):
         writers = ", ".join(command for kind, command in COMMANDS.items() if kind != EXPORT)
         raise InputError(f"'{place}' holds nothing to report on: no JSON file of {writers} lies in it")
