@@ -228,6 +228,14 @@ def test_case_53_a_part_of_the_config_may_say_it(tmp_path: Path) -> None:
         read_declared(tmp_path, "it")
 
 
+def test_a_file_that_is_not_json_is_named(folder: Path) -> None:
+    (folder / "hf_quant_config.json").write_text("{")
+    with pytest.raises(
+        InputError, match=r"'.*/model': hf_quant_config.json cannot be read as JSON: Expecting property"
+    ):
+        load_source(folder)
+
+
 def test_case_53_what_a_model_has_no_use_for_is_left_out(folder: Path) -> None:
     """A layer that predicts tokens ahead, and the frequencies that old checkpoints keep for each layer."""
     wanted = loaded(folder)

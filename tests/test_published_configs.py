@@ -5,11 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 import transformers
+from onnxruntime import InferenceSession
 
+from moetrt.capture import export
 from moetrt.errors import InputError
+from moetrt.mapping import map_file
 from moetrt.quiet import quiet
 from moetrt.source import load_source
 from tests.checkpoints import configure, read, write
@@ -65,6 +69,25 @@ def test_a_published_config_gives_the_whole_models_logits(name: str, kind: str, 
     whole = model.language_model if kind == "Llama4ForCausalLM" else model
     with torch.no_grad():
         assert torch.equal(source.module(*inputs.values()), whole(**inputs, use_cache=False).logits)
+
+
+def test_a_model_that_is_whole_alone_is_exported_by_its_text(tmp_path: Path) -> None:
+    folder, model = folder_of("Kimi-K2.5-NVFP4", tmp_path / "model", architectures=["Kimi_K25ForConditionalGeneration"])
+    source = load_source(folder, dtype="fp32")
+    exported = export(source, tmp_path / "out")
+    report = map_file(exported.model_path, tmp_path / "out/mapped.onnx")
+    assert (report.complete, len(report.sites)) == (True, 1)
+    inputs = source.make_inputs(1, batch=3, seq=5)
+    feed = {name: tensor.numpy() for name, tensor in inputs.items()}
+    (logits,) = InferenceSession(tmp_path / "out/mapped.onnx").run(None, feed)
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+        exact = model.double()(**inputs).logits
+    # As compare has it: 4 times PyTorch's own distance from float64, for rounding in another order.
+    assert (torch.from_numpy(logits) - exact).abs().max() <= 4 * (wanted - exact).abs().max()
+    names = [tensor.name for tensor in onnx.load(exported.model_path, load_external_data=False).graph.initializer]
+    assert [name for name in names if "vision" in name or "projector" in name] == []
 
 
 def test_a_part_that_the_whole_model_lacks_is_no_tower(tmp_path: Path) -> None:

@@ -106,9 +106,9 @@ def from_folder(folder: Path, dtype: torch.dtype | None) -> Source:
         with quiet():
             config = _config(folder, where)
             stated = _stated_dtype(config, where)
+            declared = read_declared(folder, where)
             skeleton = _skeleton(config, where)
             _check_moe(skeleton, where)
-            declared = read_declared(folder, where)
             stored = read_checkpoint(folder, where)
             tensors = dequantize(stored, declared, where)
             check_tensors(skeleton, tensors, where, _composite(config, skeleton))

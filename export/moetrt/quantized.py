@@ -59,9 +59,9 @@ def read_declared(folder: Path, where: str) -> Declared:
     Raises:
         InputError: a way to quantise that is not taken, by its name.
     """
-    config = _read_json(folder / "config.json")
+    config = _read_json(folder / "config.json", where)
     parts = [*_find(config, "quantization_config"), *_find(config, "compression_config")]
-    of_modelopt = _read_json(folder / "hf_quant_config.json").get("quantization")
+    of_modelopt = _read_json(folder / "hf_quant_config.json", where).get("quantization")
     if isinstance(of_modelopt, dict):
         parts.append({"quant_method": "modelopt", **of_modelopt})
     block = None
@@ -75,17 +75,21 @@ def read_declared(folder: Path, where: str) -> Declared:
     return Declared(block, fp4="fp4" in _find(config, "expert_dtype"))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, where: str) -> dict[str, Any]:
+    """An object of JSON; empty where there is no such file."""
     if not path.is_file():
         return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{where}: {path.name} cannot be read as JSON: {error}") from error
     return value if isinstance(value, dict) else {}
 
 
 def _find(value: Any, key: str) -> Iterator[Any]:
-    """What has ``key`` in a JSON value, at any depth, but for null."""
+    """What has ``key`` in a JSON value, at any depth, but for null and empty objects."""
     if isinstance(value, dict):
-        if value.get(key) is not None:
+        if value.get(key):
             yield value[key]
         for name, part in value.items():
             if name != key:
