@@ -124,7 +124,8 @@ class ParityReport:
     def gaps(self) -> tuple[str, ...]:
         """The outputs and lengths that passed though not all of them was measured, one line each."""
         found = {output.name: output.gap for output in self.outputs if output.gap and not output.tail}
-        found |= {f"at {length.where}": length.gap for length in self.lengths if length.gap}
+        # What is no number here is none at other lengths either: those say it in their own lines.
+        found |= {f"at {length.where}": length.gap for length in self.lengths if length.gap and not found}
         return tuple(f"{name}: {gap}" for name, gap in found.items())
 
     @property
