@@ -292,7 +292,7 @@ def _exported(
         fixed = guards.fixed(shapes) if "static shape" in str(_innermost(error)) else None
         if fixed is None:
             raise
-        raise InputError(f"{source.description} was not exported to ONNX: {fixed}") from error
+        raise fixed from error
     assert program is not None
     return program
 

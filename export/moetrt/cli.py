@@ -593,6 +593,7 @@ def demo_command(out: Any, output: str, seed: int) -> None:
 @click.option("--json", "json_path", metavar="FILE", help="Also write every row with its sites and figures as JSON.")
 @click.option("--page", "page_path", metavar="FILE", help="Also write the table of all families as a Markdown page.")
 @click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="fp32, bf16 or fp16; default: each of them.")
+@click.option("--lengths", is_flag=True, help="Only export, and hold each file against PyTorch at 14 lengths, in fp32.")
 @click.option("-j", "--jobs", type=int, metavar="N", help="Families to run at a time; default: one a processor.")
 def families_command(
     out: Any,
@@ -600,9 +601,15 @@ def families_command(
     json_path: str | None,
     page_path: str | None,
     dtypes: tuple[str, ...],
+    lengths: bool,
     jobs: int | None,
 ) -> None:
     """Take small models of the MoE families NAME, or all, through export, map, compare and build."""
+    if lengths:
+        if page_path is not None or dtypes:
+            raise InputError("--lengths was given with --page or --dtype; it is a table in fp32 alone")
+        _print_lengths(out, names, json_path, jobs)
+        return
     if page_path is not None and (names or dtypes):
         raise InputError("--page was given with families or dtypes; it is a page of all families in all dtypes")
     from moetrt.families import DTYPES, default_jobs, family_names, run_families
@@ -629,6 +636,30 @@ def families_command(
     if page_path is not None:
         with write_atomically(page_path) as temporary:
             temporary.write_text(page(rows), encoding="utf-8")
+
+
+def _print_lengths(out: Any, names: tuple[str, ...], json_path: str | None, jobs: int | None) -> None:
+    """The table of lengths, and what is wrong in it."""
+    from moetrt.families import default_jobs
+    from moetrt.files import output_file, write_atomically
+    from moetrt.lengths import LENGTHS, length_names, run_lengths
+
+    if json_path is not None:
+        output_file(json_path, "JSON file")
+    rows = []
+    with out.bar("families", len(set(names)) or len(length_names())) as done:
+        for row in run_lengths(names, jobs=default_jobs() if jobs is None else jobs):
+            rows.append(row)
+            said = [*filter(None, [row.error]), *(f"{size}: {problem}" for size, problem in row.problems.items())]
+            done("; ".join([row.name, *map(str, row.bounds.values()), *said]), row.ok)
+    rows.sort(key=lambda row: row.name)
+    out.table(("family", *map(str, LENGTHS), "bounds"), [row.cells(LENGTHS) for row in rows])
+    if json_path is not None:
+        with write_atomically(json_path) as temporary:
+            temporary.write_text(json.dumps([row.as_dict() for row in rows], indent=2) + "\n", encoding="utf-8")
+    wrong = [row.name for row in rows if not row.ok]
+    if wrong:
+        raise Shortfall(f"not right at every length within their bounds: {', '.join(wrong)}")
 
 
 @_command("doctor")

@@ -99,11 +99,11 @@ class Guards:
                     found[bound.symbol] = _both(found.get(bound.symbol), bound)
         for bound in found.values():
             if bound.maximum is not None and bound.maximum <= bound.minimum:
-                raise InputError(_refused(bound.symbol, example[bound.symbol], bound.reason))
+                raise _refused(bound.symbol, example[bound.symbol], bound.reason)
         return found
 
-    def fixed(self, symbols: Sequence[Mapping[int, str]]) -> str | None:
-        """Of a trace that torch gave up, which line of code fixed which dynamic size, as an error says it; or None."""
+    def fixed(self, symbols: Sequence[Mapping[int, str]]) -> InputError | None:
+        """Of a trace that torch gave up, the error that names which line of code fixed which dynamic size; or None."""
         for env, relations in self._relations.items():
             names, example = _names(env, symbols)
             for relation in relations.values():
@@ -219,7 +219,7 @@ def _bound(expression: sympy.Basic, example: Mapping[str, int], relation: _Relat
             low, high = found
             return Bound(symbol, 1 if low == smallest else low, high, reason)
     if len(free) == 1:
-        raise InputError(_refused(free[0], example[free[0]], reason))
+        raise _refused(free[0], example[free[0]], reason)
     sizes = " and ".join(f"{symbol} = {example[symbol]}" for symbol in free)
     raise InputError(
         f"the graph is right only where {reason}, as it is at {sizes}; dimensions that do not depend on each other, or "
@@ -227,8 +227,8 @@ def _bound(expression: sympy.Basic, example: Mapping[str, int], relation: _Relat
     )
 
 
-def _refused(symbol: str, size: int, reason: str) -> str:
-    return (
+def _refused(symbol: str, size: int, reason: str) -> InputError:
+    return InputError(
         f"dimension '{symbol}' is to be dynamic, but the graph is right only where {reason}, as it is at {symbol} = "
         f"{size}; code that takes a range of sizes the same way is taken"
     )

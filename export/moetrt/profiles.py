@@ -141,7 +141,7 @@ def make_profile(
                         f"{end} of dimension {dimension} was {known} in {where} and {sizes[axis]} in {name}; one "
                         "dimension has one range"
                     )
-    limits: dict[_Dimension, Bound] = {symbol: bound for symbol, bound in bounds_of(model).items()}
+    limits: dict[_Dimension, Bound] = dict(bounds_of(model).items())
     ranges = {key: _range(key, told.get(key, {}), limits.get(key)) for key in {**told, **limits}}
     for rows, (tokens, top_k) in rows_of_tokens(model, inputs).items():
         if rows not in ranges:

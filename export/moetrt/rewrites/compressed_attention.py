@@ -99,7 +99,7 @@ def _windows(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _overlapping(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and gates ``[batch, windows, 2 * rate, head_dim]``: half of them of the window before; the first has none."""
+    """Keys and gates ``[batch, windows, 2 * rate, head_dim]``, half of them the window's before; the first has none."""
     kv, gate = _windows(module, hidden_states)
     width = module.head_dim
     both = []

@@ -29,7 +29,7 @@ def forward(
     Returns:
         ``[batch, seq, H]`` in its dtype, and the last state ``[batch, heads, D, D]``, which is float32 throughout.
     """
-    batch, seq, _ = hidden_states.shape
+    batch, seq = hidden_states.shape[:2]
     qkv = attention.act_fn(attention.qkv_proj(hidden_states))
     if attention_mask is not None:
         qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
@@ -43,9 +43,8 @@ def forward(
 
     # scan takes no views that overlap: each input is a tensor of its own, tokens first.
     tokens_first = [x.float().transpose(0, 1).contiguous() for x in qkv.split(attention.head_dim, dim=3)]
-    initial = torch.zeros(
-        batch, attention.num_attention_heads, attention.head_dim, attention.head_dim, device=hidden_states.device
-    )
+    heads, width = tokens_first[0].shape[2:]
+    initial = tokens_first[0].new_zeros(batch, heads, width, width)
     state, out = scan(step, initial, tokens_first)
     out = attention.norm(out.transpose(0, 1).to(hidden_states.dtype).reshape(batch, seq, -1))
     return attention.out_proj(F.sigmoid(attention.output_gate(hidden_states)) * out), state
