@@ -18,15 +18,12 @@ from moetrt.profiles import make_profile
 from moetrt.source import as_source
 from tests.models import lengths
 
-NOTE = (
-    "the file is right only where 'tokens' is 1 to 15: Min(tokens, 16*((tokens//16))) <= 0 in tests/models/lengths.py:"
-)
-LONG_NOTE = "the file is right only where 'tokens' is at least 16: "
+NOTE = "the file is right only where 'tokens' is 1 to 15: Min(tokens, 16*((tokens//16))) <= 0 in tests/models/"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``short`` and ``long``, each with model.onnx, mapped.onnx and mapping.json; right below 16 tokens and from 16 on."""
+    """``short``, right below 16 tokens, and ``long``, right from 16 on: model.onnx, mapped.onnx and mapping.json."""
     root = tmp_path_factory.mktemp("bounded")
     for name, factory in (("short", lengths.windows), ("long", lengths.windows_long)):
         exported = export(as_source(factory()), root / name)
@@ -94,11 +91,11 @@ def test_build_refuses_it_in_one_line(folder: Path, tmp_path: Path, capsys: pyte
 
 def test_bench_plans_within_it_and_refuses_points_beyond(folder: Path, tmp_path: Path) -> None:
     mapped = folder / "short" / "mapped.onnx"
-    plan, notes = make_plan(mapped, tmp_path, "trtexec-10")
+    plan, notes = make_plan(mapped, tmp_path, tool="trtexec-10")
     assert plan.profile["x"] == ((1, 8), (15, 8), (15, 8))
     assert any(note.startswith(NOTE) for note in notes)
     with pytest.raises(InputError, match="of dimension tokens was 16 in x; 1 to 15 is taken"):
-        make_plan(mapped, tmp_path, "trtexec-10", points=[{"x": (16, 8)}])
+        make_plan(mapped, tmp_path, tool="trtexec-10", points=[{"x": (16, 8)}])
 
 
 def test_compare_refuses_shapes_beyond_it(folder: Path) -> None:

@@ -17,7 +17,7 @@ from moetrt.rewrites import kimi_delta_rule, mamba2
 from moetrt.rewrites.known_forms import known_modules, re_expressed
 from moetrt.rewrites.known_functions import FUNCTIONS, functions_replaced
 
-LENGTHS = (1, 2, 3, 4, 5, 8, 63, 64, 65, 127, 128, 129, 257)
+LENGTHS = (1, 3, 4, 5, 64, 65, 129, 257)
 """Around the chunks of 4, 64, 128 and 256."""
 
 FACTORIES: tuple[Callable[[], Any], ...] = (
@@ -58,6 +58,9 @@ def logits(model: torch.nn.Module, tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("factory", FACTORIES, ids=lambda factory: factory.__name__)
 def test_a_rewritten_model_gives_its_own_numbers_in_float64(factory: Callable[[], Any]) -> None:
     model = float64_copy(factory())
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):  # MiniMax's tables, which were rounded to float32
+            module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
     before = [copy.copy(module.__dict__.get("forward")) for module in model.modules()]
     for tokens in LENGTHS:
         wanted = logits(model, tokens)

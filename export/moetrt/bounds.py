@@ -66,7 +66,7 @@ def bounds_of(model: ir.Model) -> dict[str, Bound]:
 def _bound(symbol: str, entry: Mapping[str, object]) -> Bound:
     minimum, maximum, reason = entry["minimum"], entry["maximum"], entry["reason"]
     if not (type(minimum) is int and type(maximum) in (int, type(None)) and isinstance(reason, str)):
-        raise ValueError(symbol)
+        raise TypeError(symbol)
     return Bound(symbol, minimum, maximum, reason)  # type: ignore[arg-type]
 
 

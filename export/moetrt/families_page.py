@@ -42,6 +42,14 @@ A cell that is not the same in {dtypes} names each. The models are exported with
 again. The tokens that are compared hit, in every MoE layer, experts that the example missed: a graph that had kept the
 example's choice would give other numbers.
 
+## Lengths
+
+`moetrt families --lengths` exports each of these in fp32, and five more that work through a sequence in chunks or
+windows (`moetrt.chunked_models`: DeepSeek-V4 with compression, Nemotron-3, Granite 4, MiniMax-01, Kimi-Linear), and
+holds each file in ONNX Runtime against PyTorch at 1, 2, 8, 63 to 65, 127 to 129, 255 to 257, 300 and 600 tokens. It ends
+with exit code 1 where one is wrong. A file whose model has a branch on a length states the sizes at which it is right;
+the table leaves others out.
+
 ## A family that is not here
 
 It needs no code where its graph is of a form that is known, whatever the model is called:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +33,8 @@ _ASKING = (
     os.path.join(_TORCH, "_dynamo", "variables", ""),
 )
 """Where a symbolic number answers what it is asked, in torch: what lies outside is who asked."""
+
+_DYNAMO = os.path.join(_TORCH, "_dynamo", "")
 
 _DENSE = 4096
 """Every size up to this, and as far from the example, is tried; beyond, sizes further and further apart."""
@@ -66,14 +68,17 @@ class Guards:
         self._relations: dict[ShapeEnv, dict[sympy.Basic, _Relation]] = {}
 
     def note(self, env: ShapeEnv, expression: sympy.Basic) -> None:
-        asked_by, code = _asked_by()
-        if not isinstance(expression, sympy.Basic) or is_read(code):
+        if not isinstance(expression, sympy.Basic):
+            return
+        asked_by = _asked_by()
+        if is_read(asked_by.file, asked_by.line):
             return
         relations = self._relations.setdefault(env, {})
         known = relations.get(expression)
         # One that Python asks, too, is not torch's own affair.
         if known is None or known.of_torch > asked_by.of_torch:
-            relations[expression] = _Relation(expression, asked_by.place, asked_by.of_torch)
+            place = _place(asked_by.file, asked_by.line)
+            relations[expression] = _Relation(expression, place, asked_by.of_torch)
 
     def bounds(self, program: torch.export.ExportedProgram, symbols: Sequence[Mapping[int, str]]) -> dict[str, Bound]:
         """The sizes at which the graph of ``program`` is right, by symbol; none where all of 1 and more are.
@@ -134,25 +139,26 @@ def noted() -> Iterator[Guards]:
 
 @dataclass(frozen=True)
 class _Asked:
-    place: str
+    """Who asks: the line of code outside torch, and whether it is an operator of torch that does, called there."""
+
+    file: str
+    line: int
     of_torch: bool
 
 
-def _asked_by() -> tuple[_Asked, CodeType | None]:
-    """Who asks now: the line of code, whether torch's own operators did, and the code that holds the line."""
+def _asked_by() -> _Asked:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith((*_ASKING, __file__)):
         frame = frame.f_back
-    dynamo = [entry for entry in TracingContext.extract_stack() if not entry.filename.startswith(_TORCH)]
-    if dynamo:
-        last = dynamo[-1]
-        return _Asked(_place(last.filename, last.lineno or 0), False), None
-    of_torch = frame is not None and _is_torch(frame)
+    # Where Dynamo traces, it asks for the lines that it reads.
+    dynamo = frame is not None and frame.f_code.co_filename.startswith(_DYNAMO)
+    of_torch = frame is not None and _is_torch(frame) and not dynamo
+    lines = [line for line in TracingContext.extract_stack() if not line.filename.startswith(_TORCH)]
+    if lines:
+        return _Asked(lines[-1].filename, lines[-1].lineno or 0, of_torch)
     while frame is not None and _is_torch(frame):
         frame = frame.f_back
-    if frame is None:
-        return _Asked("torch itself", True), None
-    return _Asked(_place(frame.f_code.co_filename, frame.f_lineno), of_torch), frame.f_code
+    return _Asked("", 0, True) if frame is None else _Asked(frame.f_code.co_filename, frame.f_lineno, of_torch)
 
 
 def _is_torch(frame: FrameType) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -45,13 +44,13 @@ FORMS = (
 )
 
 
-def digest(function: Callable[..., Any] | CodeType) -> str:
-    """Of a function's, or its code's, source without white space; empty where the source cannot be read."""
+def digest(function: Callable[..., Any]) -> str:
+    """Of a function's source without white space; empty where the source cannot be read."""
     return _digest(getattr(function, "__func__", function))
 
 
 @cache
-def _digest(function: Callable[..., Any] | CodeType) -> str:
+def _digest(function: Callable[..., Any]) -> str:
     try:
         text = inspect.getsource(function)
     except (OSError, TypeError):

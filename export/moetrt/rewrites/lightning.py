@@ -34,17 +34,17 @@ def forward(
     if attention_mask is not None:
         qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
     qkv = qkv.reshape(batch, seq, attention.num_attention_heads, 3 * attention.head_dim)
-    ratio = torch.exp(-attention.slope_rate.float())
+    decay = torch.exp(-attention.slope_rate.float())[:, 0, 0].expand(seq, batch, -1)
 
     def step(state: torch.Tensor, now: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key, value = now
-        state = ratio * state + key.unsqueeze(-1) * value.unsqueeze(-2)
+        decay, query, key, value = now
+        state = decay[..., None, None] * state + key.unsqueeze(-1) * value.unsqueeze(-2)
         return state, (query.unsqueeze(-2) @ state).squeeze(-2)
 
     # scan takes no views that overlap: each input is a tensor of its own, tokens first.
     tokens_first = [x.float().transpose(0, 1).contiguous() for x in qkv.split(attention.head_dim, dim=3)]
     heads, width = tokens_first[0].shape[2:]
     initial = tokens_first[0].new_zeros(batch, heads, width, width)
-    state, out = scan(step, initial, tokens_first)
+    state, out = scan(step, initial, [decay.contiguous(), *tokens_first])
     out = attention.norm(out.transpose(0, 1).to(hidden_states.dtype).reshape(batch, seq, -1))
     return attention.out_proj(F.sigmoid(attention.output_gate(hidden_states)) * out), state
