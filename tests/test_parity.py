@@ -231,8 +231,8 @@ def test_the_report_prints_what_is_to_be_known(source: Source, good: Path) -> No
     for tail in report.tails:
         (line,) = [line for line in report.lines() if line.startswith(f"ok: {tail.name} by itself in float32")]
         assert all(f"{name} " in line for name in ("onnxruntime", "kernel-host", "pytorch", "unfused"))
-    # Five lines an output of the model, one for each of the unfused path's, one a tail, four around them.
-    assert len(report.lines()) == 2 * 5 + 2 + 2 + 4
+    # Five lines an output of the model, one for each of the unfused path's, one a tail, one a length, four around them.
+    assert len(report.lines()) == 2 * 5 + 2 + 2 + 2 + 4
 
 
 def test_the_same_seed_gives_the_same_report(source: Source, good: Path) -> None:

@@ -32,7 +32,8 @@ def as_path(path: str | os.PathLike[str], what: str) -> Path:
         what: what it is to the user; used in the message.
 
     Raises:
-        InputError: it is empty or holds a NUL character.
+        InputError: it is empty, holds a NUL character, or has bytes that are no UTF-8: neither JSON, a script nor
+            TensorRT could name it.
         InputTypeError: it is no str and no `os.PathLike` of one.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -40,7 +41,14 @@ def as_path(path: str | os.PathLike[str], what: str) -> Path:
         raise InputTypeError(f"{what} was {path!r}, of type {type(path).__name__}; a path is taken: a str or a Path")
     if not text or "\0" in text:
         raise InputError(f"{what} was {text!r}; a path is taken")
+    if not is_text(text):
+        raise InputError(f"{what} was {text!r}; a path in UTF-8 is taken")
     return Path(text)
+
+
+def is_text(text: str) -> bool:
+    """Whether a text can be written: bytes that are no UTF-8 are read as halves of surrogate pairs."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def existing_file(path: str | os.PathLike[str], what: str) -> Path:

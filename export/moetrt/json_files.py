@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from moetrt.errors import InputError
-from moetrt.files import existing_file
+from moetrt.files import existing_file, is_text
 
 _Kind = TypeVar("_Kind", str, bool, int, float)
 
@@ -92,7 +92,7 @@ class Field:
         value = self._of(int if kind is float and type(self.value) is int else kind)
         if kind is float and not abs(value) < _LARGEST:
             self.take(_TAKEN[kind])
-        if kind is str and not _is_unicode(value):
+        if kind is str and not is_text(value):
             self.take("text of whole characters")
         return kind(value)
 
@@ -174,8 +174,3 @@ def read_json(path: Path, what: str, format_name: str, writer: str) -> Field:
 
 def _refused_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text can be written: JSON may spell half of a surrogate pair."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)

@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import onnx
 import onnx_ir as ir
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from moetrt.errors import InputError
 from moetrt.external_data import check_external_data, claim_marks, mark_of, new_mark
@@ -133,6 +135,7 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
     proto = read_proto(source)
     if not proto.ir_version or not proto.HasField("graph") or not proto.opset_import:
         raise InputError(f"'{source}' is not an ONNX model, or was cut short: it has no IR version, graph or opset")
+    _check_texts(proto, source)
     if not proto.graph.name:
         # The checker wants a name; no reader does.
         proto.graph.name = "graph"
@@ -166,6 +169,32 @@ def load_model(path: str | os.PathLike[str]) -> ir.Model:
             place.tensor.meta[_MARK] = marks[os.fspath(place.tensor.location)]
             _check_external(source, folder, place.tensor)
     return model
+
+
+def _check_texts(proto: onnx.ModelProto, source: Path) -> None:
+    """Checks that every name and text is UTF-8, as protobuf wants it: the reader gives what is not as bytes."""
+    found = _first_bytes(proto)
+    if found is not None:
+        place, value = found
+        raise InputError(f"ONNX model '{source}': {place.lstrip('.')} was {value[:80]!r}; text in UTF-8 is taken")
+
+
+def _first_bytes(message: Message) -> tuple[str, bytes] | None:
+    """The first text of a message that is none, and where it stands."""
+    for field, value in message.ListFields():
+        if field.type == FieldDescriptor.TYPE_STRING:
+            # Asked of every name of the model: the type of most is seen at once.
+            if type(value) is str:
+                continue
+            for place, text in (("", value),) if type(value) is bytes else ((f"[{i}]", t) for i, t in enumerate(value)):
+                if type(text) is bytes:
+                    return f".{field.name}{place}", text
+        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+            single = isinstance(value, Message)
+            for index, part in enumerate((value,) if single else value):
+                if (found := _first_bytes(part)) is not None:
+                    return f".{field.name}{'' if single else f'[{index}]'}{found[0]}", found[1]
+    return None
 
 
 def _check_opset(proto: onnx.ModelProto, source: Path) -> None:

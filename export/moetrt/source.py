@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moetrt.errors import InputError, InputTypeError, MoetrtError
+from moetrt.files import is_text
 from moetrt.nested import flatten, names_of
 from moetrt.quiet import quiet
 
@@ -70,11 +72,11 @@ class Source:
         _check_type("the module of a source", self.module, torch.nn.Module, "a torch.nn.Module")
         _check_type("the example inputs of a source", self.example_inputs, Mapping, "a dict of tensors by name")
         for name, tensor in self.example_inputs.items():
-            _check_type("the name of an example input", name, str, "a str")
+            _check_name("the name of an example input", name)
             _check_type(f"example input '{name}'", tensor, torch.Tensor, "a tensor")
         _check_type("the output names of a source", self.output_names, tuple | list, "a sequence of names")
         for name in self.output_names:
-            _check_type("the name of an output", name, str, "a str")
+            _check_name("the name of an output", name)
         _check_type("tails_expected of a source", self.tails_expected, int | None, "an int or None")
         _check_type("the description of a source", self.description, str, "a str")
         if self.random_inputs is not None and not callable(self.random_inputs):
@@ -199,6 +201,12 @@ def _check_type(what: str, value: object, kind: Any, taken: str) -> None:
         _refuse_type(what, value, taken)
 
 
+def _check_name(what: str, name: object) -> None:
+    _check_type(what, name, str, "a str")
+    if not is_text(str(name)):
+        raise InputError(f"{what} was {name!r}; text in UTF-8 is taken")
+
+
 def _refuse_type(what: str, value: object, taken: str) -> NoReturn:
     raise InputTypeError(f"{what} was of type {type(value).__name__}; {taken} is taken")
 
@@ -208,8 +216,28 @@ def check_source(source: object) -> None:
 
     Raises:
         InputTypeError: it is of another type, such as the text that `load_source` takes.
+        InputError: as of `check_numbers`.
     """
-    _check_type("the source", source, Source, "a moetrt.source.Source, which load_source and as_source give,")
+    if not isinstance(source, Source):
+        _refuse_type("the source", source, "a moetrt.source.Source, which load_source and as_source give,")
+    check_numbers(source.module, source.example_inputs, source.description)
+
+
+def check_numbers(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], where: str) -> None:
+    """Checks that a model's tensors have numbers.
+
+    Raises:
+        InputError: a weight, a buffer or an example input is on the meta device, or stands for a tensor in a trace.
+    """
+    from moetrt.huggingface import CausalLM
+
+    inner = module.module if isinstance(module, CausalLM | FlatModule) else module
+    named = {f"weight '{name}'": tensor for name, tensor in [*inner.named_parameters(), *inner.named_buffers()]}
+    named |= {f"example input '{name}'": tensor for name, tensor in inputs.items()}
+    for name, tensor in named.items():
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
+            kind = "a FakeTensor" if isinstance(tensor, FakeTensor) else "on the meta device"
+            raise InputError(f"{name} of {where} is {kind}, without numbers; a tensor that has them is taken")
 
 
 def _draw(example: torch.Tensor, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
@@ -244,6 +272,8 @@ def load_source(text: str | os.PathLike[str], *, dtype: str | torch.dtype | None
     _check_type("source", text, str, "a str or a path")
     if not text:
         raise InputError(f"source was ''; {_TAKEN}")
+    if not is_text(text):
+        raise InputError(f"source was {text!r}; text in UTF-8 is taken")
     path = Path(text)
     try:
         is_folder, is_file = path.is_dir(), path.exists()
@@ -456,6 +486,7 @@ def _module_source(
         raise InputError(f"{where} gave example inputs without a tensor")
     flat = FlatModule(module, rebuild)
     tensors = [tensor for _, tensor in leaves]
+    check_numbers(module, dict(zip(names_of([path for path, _ in leaves]), tensors, strict=True)), where)
     training = module.training
     try:
         with torch.no_grad():
