@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
+from moetrt.bfloat16 import widen_undefined
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
 from moetrt.files import as_path, file_sha256, output_directory, output_file, write_atomically
@@ -193,6 +194,7 @@ def capture(
     _strip(model, _depth(source.module))
     _name_operators(model)
     _check_operators(model)
+    widen_undefined(model)
     sort_topk(model)
     attach_functions(model)
     problem = inference_problem(model)
