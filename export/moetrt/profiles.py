@@ -120,7 +120,7 @@ def make_profile(
 
     Raises:
         InputError: a name that is no input, another rank, another size than a static dimension's, min > opt or
-            opt > max, or one named dimension with two sizes at one end.
+            opt > max, one named dimension with two sizes at one end, or a tail's H that is dynamic and not given.
     """
     inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
     given: dict[str, dict[str, Sequence[int]]] = {}
@@ -143,6 +143,7 @@ def make_profile(
                         "dimension has one range"
                     )
     ranges = {key: _range(key, ends) for key, ends in told.items()}
+    _check_widths(model, inputs, ranges)
     for rows, routes in _rows_of_routes(model, inputs).items():
         if rows not in ranges:
             ends = [size if isinstance(size, int) else ranges.get(size, DEFAULT_RANGE) for size in routes]
@@ -211,6 +212,21 @@ def _rows_of_routes(model: ir.Model, inputs: Mapping[str, ir.Value]) -> dict[_Di
         ):
             found[key] = named_sizes
     return found
+
+
+def _check_widths(model: ir.Model, inputs: Mapping[str, ir.Value], ranges: Mapping[_Dimension, object]) -> None:
+    """A tail's H has one size: its default range would be of hidden states that no weight of the model fits."""
+    for node in our_nodes(model):
+        rows = _input_behind(named_inputs(node).get("gemm2_permuted"), inputs, ("Cast", "Identity"))
+        width = _dims_of(rows)[-1] if rows is not None and operator_of(node) is not None else 0
+        if rows is None or isinstance(width, int):
+            continue
+        name = rows.name or ""
+        if _key(name, len(_dims_of(rows)) - 1, width) not in ranges:
+            raise InputError(
+                f"the last dimension of input '{name}', '{width.value or '?'}', is the H of tail '{node.name}', and no "
+                "shape gives it; give it one size by --min, --opt and --max, or export it as a number"
+            )
 
 
 _KEEPS_COUNT = (
