@@ -293,9 +293,13 @@ def test_every_site_of_an_unmapped_file_is_listed(tmp_path: Path) -> None:
     found = inspected(g.model(), tmp_path)
     text = "\n".join(found.lines())
     assert (
-        f"{first.name}: finalize node, FLOAT; moetrt map: MoEFinalizeAddRMSNorm\n    nodes: {g.nodes[0].name}, " in text
+        f"{g.nodes[0].name}: MoEFinalizeAdd, FLOAT; moetrt map: MoEFinalizeAddRMSNorm\n    nodes: {g.nodes[0].name}, "
+        in text
     )
-    assert f"{second.name}: finalize node, FLOAT; moetrt map: MoEFinalizeAdd without its norm: LayerNorm" in text
+    last = next(node.name for node in reversed(g.nodes) if node.op_type == "MoEFinalizeAdd")
+    assert f"{last}: MoEFinalizeAdd, FLOAT; moetrt map: MoEFinalizeAdd without its norm: LayerNorm" in text
+    assert text.count("moetrt map: ") == 2  # case 43: each is listed once
+    assert "finalize node" not in text
     assert "    out residual_out: FLOAT [T, 16] (add_2)" in text
     written = json.loads(json.dumps(found.as_dict()))["sites"]
     assert [site["dtype"] for site in written] == ["FLOAT", "FLOAT"]

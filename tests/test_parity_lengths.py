@@ -66,8 +66,8 @@ def test_case_56_a_length_that_the_trace_decided_by_is_found(baked: Path, tmp_pa
     assert not report.passed
     assert report.result == "DIFFERS"
     assert report.verdict == (
-        "at t=32: the graph before mapping differs from PyTorch already: the mapping is not what is off; at other sizes "
-        "the file is right: the export may have decided a Python branch or loop on a length"
+        "at t=32: the graph before mapping differs from PyTorch already: the mapping is not what is off; at other "
+        "sizes the file is right: the export may have decided a Python branch or loop on a length"
     )
     text = "\n".join(report.lines())
     assert "ok: at t=1: output, onnxruntime against pytorch" in text

@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
+from moetrt.bfloat16 import widen_undefined
 from moetrt.bounds import Bound, as_json, bounds_of, write_bounds
 from moetrt.errors import InputError, InputTypeError, MoetrtError
 from moetrt.experts import deferred_finalize
@@ -201,6 +202,7 @@ def capture(
     _strip(model, _depth(source.module))
     _name_operators(model)
     _check_operators(model)
+    widen_undefined(model)
     sort_topk(model)
     attach_functions(model)
     problem = inference_problem(model)

@@ -108,12 +108,19 @@ class Inspection:
         expected = "" if self.expected is None else f" ({self.expected} expected)"
         lines = [f"{self.path}: opset {self.opset}, IR version {self.ir_version}, {len(self.tails)} tails{expected}"]
         lines += map(str, self.bounds.values())
+        # A node that mapping would put more into is listed once, with what it would become.
+        becomes = {name: site for site in self.sites if site.form == FORM for name in (site.name, *site.nodes)}
         for tail in self.tails:
             lines.append(f"{tail.name}: {tail.operator}, {tail.dtype or 'unknown dtype'}")
+            if tail.name in becomes:
+                lines[-1] += f"; moetrt map: {becomes[tail.name].became}"
+                lines += becomes[tail.name].lines()
+                continue
             lines.append(attribute_line(tail.attributes))
             lines += [operand_line("in ", name, entry) for name, entry in tail.inputs.items()]
             lines += [operand_line("out", name, entry) for name, entry in tail.outputs.items()]
-        for site in self.sites:
+        listed = [becomes[tail.name] for tail in self.tails if tail.name in becomes]
+        for site in [site for site in self.sites if site not in listed]:
             lines.append(f"{site.name}: {site.form}, {site.dtype or 'unknown dtype'}; moetrt map: {site.became}")
             lines += site.lines()
         lines += [f"{reader}: {runs}" for reader, runs in self.readers.items()]

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -322,6 +323,10 @@ class _Mapper:
                 # The operator does not take the whole tail; it may take the experts' sum alone.
                 reason = str(error)
                 tail = Tail(seed.value, seed.node, seed.scale, seed.terms).copy()
+        if operator_of(seed.node) is not None and tail.scale == seed.scale and len(tail.terms) == len(seed.terms):
+            # It is that node already: another one would only have another name.
+            _write_plugin_attributes(seed.node)
+            return _site(seed.node, [], seed.form, reason is None, reason)
         if tail.value.dtype == seed.data:
             try:
                 return _site(*self._write_finalize(seed, tail), seed.form, reason is None, reason)
@@ -543,6 +548,9 @@ def _hoist_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
         graph.insert_before(graph[0], moved)
 
 
+_OWN_NAME = re.compile(rf"(^|/)({'|'.join(OPERATORS)})(_[0-9]+)?$")
+
+
 def _scope(node: ir.Node) -> str:
     """The module that a node comes from, as capture or torch.onnx notes it, else the node's name, if it says more."""
     module = node.metadata_props.get("module")
@@ -553,6 +561,9 @@ def _scope(node: ir.Node) -> str:
     if len(scopes) > 1 and scopes[-2]:
         return scopes[-2]
     name = node.name or node.outputs[0].name or node.op_type
+    if operator_of(node) is not None:
+        # Mapped before, and perhaps numbered then.
+        return _OWN_NAME.sub("", name)
     return "" if name == node.op_type else name.removesuffix(f"/{node.op_type}")
 
 

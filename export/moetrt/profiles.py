@@ -1,5 +1,6 @@
 """Optimization profiles: the range of shapes of every input, as the command line gives it and as TensorRT takes it."""
 
+import math
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from moetrt.bounds import Bound, bounds_of
 from moetrt.errors import InputError, InputTypeError
 from moetrt.onnx_op import named_inputs, operator_of
 from moetrt.registry import our_nodes
+from moetrt.segments.reading import SHAPE_OPS, is_op
 
 _MAX_SIZE = 2**31 - 1
 """The largest size of a profile that TensorRT takes."""
@@ -107,8 +109,8 @@ def make_profile(
 
     Each dynamic dimension has three ends, and a named one has the same in every input. An end that no shape gives takes
     its default, of `DEFAULT_RANGE`: the smallest and the largest make way for those that are given, and the optimum is
-    moved between them; all lie within the bounds that the model carries. The rows of a tail whose map is an input too
-    are as many as the routes: K times the tokens.
+    moved between them; all lie within the bounds that the model carries. The rows of a tail, where they are an input
+    and so is its map, or what it is made from, are as many as the routes: K times the tokens.
 
     Args:
         model: its graph inputs say the names, ranks and static dimensions.
@@ -119,7 +121,8 @@ def make_profile(
 
     Raises:
         InputError: a name that is no input, another rank, another size than a static dimension's, min > opt or
-            opt > max, a max of 0, one named dimension with two sizes at one end, or a size beyond a bound.
+            opt > max, a max of 0, one named dimension with two sizes at one end, a size beyond a bound, or a tail's H
+            that is dynamic and not given.
     """
     inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
     given: dict[str, dict[str, Sequence[int]]] = {}
@@ -148,10 +151,13 @@ def make_profile(
                     )
     limits: dict[_Dimension, Bound] = dict(bounds_of(model).items())
     ranges = {key: _range(key, told.get(key, {}), limits.get(key)) for key in {**told, **limits}}
-    for rows, (tokens, top_k) in rows_of_tokens(model, inputs).items():
+    _check_widths(model, inputs, ranges)
+    for rows, routes in rows_of_routes(model, inputs).items():
         if rows not in ranges:
-            low, best, high = ranges.get(tokens, DEFAULT_RANGE)
-            ranges[rows] = (low, min(top_k * best, _MAX_SIZE), min(top_k * high, _MAX_SIZE))
+            counts = [size if isinstance(size, int) else ranges.get(size, DEFAULT_RANGE) for size in routes]
+            dynamic = [count for count in counts if not isinstance(count, int)]
+            best, high = (math.prod(n if isinstance(n, int) else n[which] for n in counts) for which in (1, 2))
+            ranges[rows] = (math.prod(low for low, _, _ in dynamic), min(best, _MAX_SIZE), min(high, _MAX_SIZE))
 
     profile = {}
     for name, value in inputs.items():
@@ -193,20 +199,76 @@ def _range(key: _Dimension, told: Mapping[str, tuple[int, str]], limit: Bound | 
     return low, sizes.get("opt", max(low, min(best, high))), high
 
 
-def rows_of_tokens(model: ir.Model, inputs: Mapping[str, ir.Value]) -> dict[_Dimension, tuple[_Dimension, int]]:
-    """The dimension R of tails whose rows and map are inputs of the model: the dimension of its tokens, and K."""
-    found: dict[_Dimension, tuple[_Dimension, int]] = {}
+def rows_of_routes(model: ir.Model, inputs: Mapping[str, ir.Value]) -> dict[_Dimension, list[int | _Dimension]]:
+    """The dimension R of tails whose rows are an input of the model, and the sizes whose product is their routes.
+
+    These are T and K, B, S and K, or T*K itself: those of the input that the map is made from, whether as it is or
+    clamped, masked and cast first; else of the input that the weights are made from.
+    """
+    found: dict[_Dimension, list[int | _Dimension]] = {}
     for node in our_nodes(model):
         if operator_of(node) is None:
             continue
         given = named_inputs(node)
-        rows, routes = given.get("gemm2_permuted"), given.get("expanded_idx_to_permuted_idx")
-        if rows is None or routes is None or rows.name not in inputs or routes.name not in inputs:
+        rows = _input_behind(given.get("gemm2_permuted"), inputs, ("Cast", "Identity"))
+        routes = _input_behind(given.get("expanded_idx_to_permuted_idx"), inputs, _KEEPS_COUNT)
+        routes = routes or _input_behind(given.get("expert_weights"), inputs, _KEEPS_COUNT)
+        if rows is None or routes is None:
             continue
-        count, (tokens, top_k) = _dims_of(rows)[0], _dims_of(routes)[:2]
-        if isinstance(top_k, int) and not isinstance(count, int) and not isinstance(tokens, int):
-            found[_key(rows.name or "", 0, count)] = (_key(routes.name or "", 0, tokens), top_k)
+        count, sizes = _dims_of(rows)[0], _dims_of(routes)
+        name = routes.name or ""
+        named_sizes = [size if isinstance(size, int) else _key(name, axis, size) for axis, size in enumerate(sizes)]
+        key = count if isinstance(count, int) else _key(rows.name or "", 0, count)
+        if (
+            not isinstance(key, int)
+            and key not in named_sizes
+            and not all(isinstance(size, int) for size in named_sizes)
+        ):
+            found[key] = named_sizes
     return found
+
+
+def _check_widths(model: ir.Model, inputs: Mapping[str, ir.Value], ranges: Mapping[_Dimension, object]) -> None:
+    """A tail's H has one size: its default range would be of hidden states that no weight of the model fits."""
+    for node in our_nodes(model):
+        rows = _input_behind(named_inputs(node).get("gemm2_permuted"), inputs, ("Cast", "Identity"))
+        width = _dims_of(rows)[-1] if rows is not None and operator_of(node) is not None else 0
+        if rows is None or isinstance(width, int):
+            continue
+        name = rows.name or ""
+        if _key(name, len(_dims_of(rows)) - 1, width) not in ranges:
+            raise InputError(
+                f"the last dimension of input '{name}', '{width.value or '?'}', is the H of tail '{node.name}', and no "
+                "shape gives it; give it one size by --min, --opt and --max, or export it as a number"
+            )
+
+
+_KEEPS_COUNT = (
+    *("Cast", "Identity", "Where", "Max", "Min", "Clip", "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Relu", "Mod"),
+    *("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Not", "Softmax", "Sigmoid"),
+    *("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose"),
+)
+"""What gives one number for each of one of its inputs, as routes are masked, clamped and brought to [T, K]."""
+
+_MOST_STEPS = 64
+
+
+def _input_behind(value: ir.Value | None, inputs: Mapping[str, ir.Value], operators: Sequence[str]) -> ir.Value | None:
+    """The input with the most dimensions that ``value`` is made from by ``operators`` alone; None where none is."""
+    pending, seen, found = [value], set[ir.Value](), list[ir.Value]()
+    while pending and len(seen) < _MOST_STEPS:
+        current = pending.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        node = current.producer()
+        if current.name in inputs and node is None:
+            # A single number is a bound, or a scale.
+            found += [current] if current.shape is None or len(current.shape) > 0 else []
+        elif node is not None and is_op(node, *operators):
+            # The second input of a Reshape is a shape.
+            pending += node.inputs[: 1 if is_op(node, *SHAPE_OPS) else None]
+    return max(found, key=lambda value: len(value.shape or ()), default=None)
 
 
 def _dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:

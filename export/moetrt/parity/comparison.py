@@ -791,7 +791,7 @@ def _check_interface(model: ir.Model, path: Path, source: Source, feed: Mapping[
     if set(outputs) != set(source.output_names):
         raise InputError(
             f"'{path}' has the outputs {', '.join(outputs)}; {source.description} has "
-            f"{', '.join(source.output_names)}: is it this model's file?"
+            f"{', '.join(source.output_names)}: is it this model's file? A factory's Source names them by output_names"
         )
     _check_weights(model, path, source)
     for name, value in inputs.items():

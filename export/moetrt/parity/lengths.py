@@ -1,5 +1,6 @@
 """The lengths at which a file is compared end to end, beside the sizes at which it is looked at closely."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import onnx_ir as ir
 from moetrt.bounds import bounds_of
 from moetrt.parity.choices import Tie, ties_as_list
 from moetrt.parity.verdict import OutputParity
-from moetrt.profiles import rows_of_tokens
+from moetrt.profiles import rows_of_routes
 from moetrt.source import Source
 
 TIMES = 4
@@ -119,12 +120,13 @@ def other_lengths(model: ir.Model, source: Source) -> list[dict[str, int]]:
         low, high = (1, None) if bound is None else (bound.minimum, bound.maximum)
         lengths[0][symbol] = low
         lengths[1][symbol] = max(TIMES * size, low) if high is None else high
-    rows = rows_of_tokens(model, {value.name or "": value for value in model.graph.inputs if value.shape is not None})
+    rows = rows_of_routes(model, {value.name or "": value for value in model.graph.inputs if value.shape is not None})
     by_name = {name: symbol for symbol, name in names.items()}
     for sizes in lengths:
-        for dimension, (tokens, top_k) in rows.items():
-            if (many := by_name.get(str(dimension))) and (few := by_name.get(str(tokens))):
-                sizes[many] = top_k * sizes[few]
+        for dimension, routes in rows.items():
+            counts = [size if isinstance(size, int) else sizes.get(by_name.get(str(size), "")) for size in routes]
+            if (many := by_name.get(str(dimension))) and None not in counts:
+                sizes[many] = math.prod(count or 0 for count in counts)
     found = [sizes for sizes in lengths if sizes and sizes != examples]
     return found if len(found) < 2 or found[0] != found[1] else found[:1]
 

@@ -177,7 +177,10 @@ def _step(tail: Tail, seed: Seed) -> None:
     elif is_op(node, "Expand", "Tile", "MatMul") and _is_spread(value, node):
         raise _Stop(_spreads(node))
     else:
-        raise _Stop(f"{named(node)} follows, which is no part of a MoE tail")
+        raise _Stop(
+            f"{named(node)} follows, which is no part of a MoE tail; where the model has no norm after its experts, "
+            "the sum alone is all there is to map"
+        )
     tail.value, tail.node = node.outputs[0], node
 
 
@@ -190,7 +193,10 @@ def _many_readers(value: ir.Value) -> str:
     if len(found) == 1:
         return f"'{value.name}' is read by {found[0]} in an inner graph"
     shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return f"'{value.name}' is read by {shown}, none of which is an RMSNorm: it must stay as it is"
+    return (
+        f"'{value.name}' is read by {shown}, none of which is an RMSNorm: it must stay as it is; where the model has "
+        "no norm after its experts, the sum alone is all there is to map"
+    )
 
 
 def _cast(node: ir.Node, seed: Seed) -> None:

@@ -349,6 +349,11 @@ def _mean_square(node: ir.Node, source: _Source) -> ir.Value | None:
         share, tolerance, value = share * factor, tolerance + rounding, step.outputs[0]
     if summed is None:
         raise _No(f"{named(node)} squares the hidden state, but no ReduceMean follows: not an RMSNorm that is known")
+    if not isinstance(width, int):
+        raise _No(
+            f"{named(summed)} may be the mean of an RMSNorm, but the last dimension of '{source.hidden.name}', H, is "
+            f"{'unknown' if width is None else repr(width)}: export with H as a number, and only tokens dynamic"
+        )
     if value is not summed.outputs[0]:
         maker = value.producer()
         assert maker is not None
