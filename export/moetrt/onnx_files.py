@@ -288,8 +288,9 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
     Tensors above ``SMALL_TENSOR_BYTES`` go to one file ``<name of path>.data`` in the same folder, under its relative
     name. Tensors that lie in another data file of that folder already are left there; from other folders their bytes
     are copied file to file, inside the kernel (hard links would save the copy, but onnx and onnx_ir refuse to read
-    them). Afterwards the tensors of ``model`` are the ones on disk, so the model can be used, and saved, again, also
-    when ``path`` is where it came from.
+    them). The new data file gets a mark, and every tensor in a data file names that of its own, as of
+    `moetrt.external_data`. Afterwards the tensors of ``model`` are the ones on disk, so the model can be used, and
+    saved, again, also when ``path`` is where it came from.
 
     Args:
         model: the model.
@@ -300,8 +301,8 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
         ``path``.
 
     Raises:
-        InputError: the model does not pass onnx.checker, the folder cannot be written or has too little space for the
-            data file, or as of `moetrt.files.output_file`.
+        InputError: the model does not pass onnx.checker, a data file was replaced since the model was read, the folder
+            cannot be written or has too little space for the data file, or as of `moetrt.files.output_file`.
         InputTypeError: ``path`` is no path.
         RuntimeError: as of `proto_of`.
     """
