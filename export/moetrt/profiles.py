@@ -146,10 +146,10 @@ def make_profile(
     _check_widths(model, inputs, ranges)
     for rows, routes in _rows_of_routes(model, inputs).items():
         if rows not in ranges:
-            ends = [size if isinstance(size, int) else ranges.get(size, DEFAULT_RANGE) for size in routes]
-            dynamic = [end for end in ends if not isinstance(end, int)]
-            best, high = (math.prod(end if isinstance(end, int) else end[which] for end in ends) for which in (1, 2))
-            ranges[rows] = (math.prod(low for low, _, _ in dynamic), min(best, _MAX_SIZE), min(high, _MAX_SIZE))
+            # At the least there is one route for each token: the others may be on other ranks.
+            spans = [(1, size, size) if isinstance(size, int) else ranges.get(size, DEFAULT_RANGE) for size in routes]
+            low, best, high = (min(math.prod(sizes), _MAX_SIZE) for sizes in zip(*spans, strict=True))
+            ranges[rows] = (low, best, high)
 
     profile = {}
     for name, value in inputs.items():
