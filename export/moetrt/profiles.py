@@ -217,8 +217,10 @@ def _rows_of_routes(model: ir.Model, inputs: Mapping[str, ir.Value]) -> dict[_Di
 def _check_widths(model: ir.Model, inputs: Mapping[str, ir.Value], ranges: Mapping[_Dimension, object]) -> None:
     """A tail's H has one size: its default range would be of hidden states that no weight of the model fits."""
     for node in our_nodes(model):
+        if operator_of(node) is None:
+            continue
         rows = _input_behind(named_inputs(node).get("gemm2_permuted"), inputs, ("Cast", "Identity"))
-        width = _dims_of(rows)[-1] if rows is not None and operator_of(node) is not None else 0
+        width = _dims_of(rows)[-1] if rows is not None else 0
         if rows is None or isinstance(width, int):
             continue
         name = rows.name or ""
