@@ -154,10 +154,10 @@ def make_profile(
     _check_widths(model, inputs, ranges)
     for rows, routes in rows_of_routes(model, inputs).items():
         if rows not in ranges:
-            counts = [size if isinstance(size, int) else ranges.get(size, DEFAULT_RANGE) for size in routes]
-            dynamic = [count for count in counts if not isinstance(count, int)]
-            best, high = (math.prod(n if isinstance(n, int) else n[which] for n in counts) for which in (1, 2))
-            ranges[rows] = (math.prod(low for low, _, _ in dynamic), min(best, _MAX_SIZE), min(high, _MAX_SIZE))
+            # At the least there is one route for each token: the others may be on other ranks.
+            spans = [(1, size, size) if isinstance(size, int) else ranges.get(size, DEFAULT_RANGE) for size in routes]
+            low, best, high = (min(math.prod(sizes), _MAX_SIZE) for sizes in zip(*spans, strict=True))
+            ranges[rows] = (low, best, high)
 
     profile = {}
     for name, value in inputs.items():
@@ -231,8 +231,10 @@ def rows_of_routes(model: ir.Model, inputs: Mapping[str, ir.Value]) -> dict[_Dim
 def _check_widths(model: ir.Model, inputs: Mapping[str, ir.Value], ranges: Mapping[_Dimension, object]) -> None:
     """A tail's H has one size: its default range would be of hidden states that no weight of the model fits."""
     for node in our_nodes(model):
+        if operator_of(node) is None:
+            continue
         rows = _input_behind(named_inputs(node).get("gemm2_permuted"), inputs, ("Cast", "Identity"))
-        width = _dims_of(rows)[-1] if rows is not None and operator_of(node) is not None else 0
+        width = _dims_of(rows)[-1] if rows is not None else 0
         if rows is None or isinstance(width, int):
             continue
         name = rows.name or ""
