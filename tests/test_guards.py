@@ -26,6 +26,7 @@ BOUNDED = {
     "half": (8, 9, "int(x.shape[0] * 0.5)"),
     "not_five": (6, None, "x.shape[0] == 5"),
     "single": (2, None, "x.shape[0] == 1"),
+    "in_a_scan": (6, None, "scan(step, "),
     "table": (1, 64, "x + positions[: x.shape[0]]"),
     "sixth": (6, None, "x[5]"),
     "branch_and_number": (6, None, "x.shape[0] > 5"),

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.jamba import modeling_jamba
 
-from moetrt import models
+from moetrt import chunked_models, models
 from moetrt.capture import capture, export
 from moetrt.errors import InputError
 from moetrt.experts import EXPERTS_FORMS, deferred_finalize
@@ -164,7 +164,8 @@ def test_llama4_of_three_experts_a_token_is_mapped_in_the_dense_form(tmp_path: P
 
 def test_every_known_form_is_in_this_version_of_transformers() -> None:
     """A form that no model has any more would never be used, and nothing would say so."""
-    found = [form for family in FAMILIES.values() for form in known_modules(family()).values()]
+    families = [*FAMILIES.values(), chunked_models.minimax, chunked_models.deepseek_v4_compressed]
+    found = [form for family in families for form in known_modules(family()).values()]
     assert all(form in found for form in FORMS)
 
 

@@ -34,6 +34,9 @@ _ASKING = (
 )
 """Where a symbolic number answers what it is asked, in torch: what lies outside is who asked."""
 
+_EXPORTER = os.path.join(os.path.dirname(__file__), "capture.py")
+"""What calls torch.onnx: where it asks for itself, no line of the model is being run."""
+
 _DYNAMO = os.path.join(_TORCH, "_dynamo", "")
 
 _DENSE = 4096
@@ -158,16 +161,20 @@ def _asked_by() -> _Asked:
         return _Asked(lines[-1].filename, lines[-1].lineno or 0, of_torch)
     while frame is not None and _is_torch(frame):
         frame = frame.f_back
-    return _Asked("", 0, True) if frame is None else _Asked(frame.f_code.co_filename, frame.f_lineno, of_torch)
+    if frame is None or frame.f_code.co_filename == _EXPORTER:
+        return _Asked("", 0, of_torch)
+    return _Asked(frame.f_code.co_filename, frame.f_lineno, of_torch)
 
 
 def _is_torch(frame: FrameType) -> bool:
-    """Whether a call is torch's own, or goes through a mode of `moetrt.rewrites`."""
-    return frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__"
+    """Whether a call is torch's own, of code that torch wrote, or goes through a mode of `moetrt.rewrites`."""
+    return frame.f_code.co_filename.startswith((_TORCH, "<")) or frame.f_code.co_name == "__torch_function__"
 
 
 def _place(file: str, line: int) -> str:
     """A line of code, by a path that is not of this machine alone: ``models/mine.py:12 'if n > 0:'``."""
+    if not file:
+        return "an operator of torch"
     roots = sorted((os.path.join(os.path.abspath(root), "") for root in sys.path), key=len, reverse=True)
     shown = next((file.removeprefix(root) for root in roots if file.startswith(root)), os.path.basename(file))
     text = " ".join(linecache.getline(file, line).split())

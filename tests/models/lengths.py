@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch.nn import functional as F
 
 from moetrt import MoEOutput, UnfinalizedMoEOutput, finalize_add_rms_norm
@@ -140,6 +141,19 @@ def sixth() -> Any:
 
 def reshaped() -> Any:
     return _made(lambda x: x.reshape(-1, 4 * HIDDEN).mean(0)[:HIDDEN], 8)
+
+
+def in_a_scan() -> Any:
+    """A branch in the body of a scan over the channels."""
+
+    def step(state: torch.Tensor, channel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = channel.sum() if channel.shape[0] > 5 else channel.amax()
+        return state + total, state * 1
+
+    def context(x: torch.Tensor) -> torch.Tensor:
+        return scan(step, x.new_zeros(()), x.T.contiguous())[1]
+
+    return _made(context, 8)
 
 
 def single() -> Any:
