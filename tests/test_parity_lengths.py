@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from moetrt import cli
 from moetrt.bounds import Bound, write_bounds
 from moetrt.capture import export
 from moetrt.contract import MoEOutput, UnfinalizedMoEOutput
@@ -17,6 +18,7 @@ from moetrt.onnx_files import load_model, save_model
 from moetrt.parity import compare
 from moetrt.parity.lengths import other_lengths
 from moetrt.source import Source
+from tests.conftest import BLOCK
 
 HIDDEN, WINDOW, EXAMPLE = 32, 16, 8
 
@@ -62,12 +64,12 @@ def test_case_56_a_length_that_the_trace_decided_by_is_found(baked: Path, tmp_pa
     report = compare(baked, windows(baked=False))
     # At the example's length all is well.
     assert all(output.passed for output in report.outputs)
-    assert [(dict(length.sizes), length.passed) for length in report.lengths] == [({"t": 1}, True), ({"t": 32}, False)]
+    assert [(length.where, length.passed) for length in report.lengths] == [("t=1", True), ("t=32", False)]
     assert not report.passed
     assert report.result == "DIFFERS"
     assert report.verdict == (
-        "at t=32: the graph before mapping differs from PyTorch already: the mapping is not what is off; at other "
-        "sizes the file is right: the export may have decided a Python branch or loop on a length"
+        "at t=32: the graph before mapping differs from PyTorch already: the mapping is not what is off; "
+        "at other sizes the file is right: the export may have decided a Python branch or loop on a length"
     )
     text = "\n".join(report.lines())
     assert "ok: at t=1: output, onnxruntime against pytorch" in text
@@ -88,6 +90,18 @@ def test_case_56_sizes_that_are_given_stand_in_place_of_the_default(baked: Path)
     assert [(length.where, length.passed) for length in report.lengths] == [("t=15", True), ("t=16", False)]
     assert report.verdict.startswith("at t=16: ")
     assert compare(baked, source, inputs={"x": torch.randn(5, HIDDEN)}).lengths == ()
+
+
+def test_case_56_shapes_given_again_are_further_lengths(mapped_block: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", str(mapped_block), "--against", BLOCK]
+    shapes = ["--shapes", "x:3x64", "residual:3x64", "--shapes", "x:9x64", "--shapes", "x:17x64", "residual:17x64"]
+    assert cli.run([*words, *shapes]) == 0
+    printed = capsys.readouterr().out
+    assert "inputs from seed 0: x [3x64], residual [3x64]" in printed
+    assert [line.split(": ")[1] for line in printed.splitlines() if " at tokens=" in line] == [
+        "at tokens=9",
+        "at tokens=17",
+    ]
 
 
 def bounded(path: Path, maximum: int | None, folder: Path, minimum: int = 1) -> Path:
