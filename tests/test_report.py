@@ -806,7 +806,7 @@ def test_compare_makes_the_page_of_a_folder(folder: Path, capsys: pytest.Capture
         (
             "parity.json",
             lambda content: content.update(passed="yes"),
-            'passed was "yes"; its outputs and tails make it true',
+            'passed was "yes"; its outputs, tails and lengths make it true',
         ),
         (
             "parity.json",
