@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from moetrt.accounting import unaccounted
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named, check_distinct, output_file, write_atomically
 from moetrt.inlined import plain_choices
@@ -251,7 +252,7 @@ _Written = tuple[ir.Node, list[str]]
 def _ends_a_layer(seed: Seed) -> bool:
     """Whether a residual is added to the seed's sum and the result normalised."""
     grown = grow(seed)
-    return grown.norm is not None and bool(grown.tail.terms)
+    return grown.tail is not None and grown.norm is not None and bool(grown.tail.terms)
 
 
 def _names(model: ir.Model) -> set[str]:
@@ -305,20 +306,18 @@ class _Mapper:
 
     def _map_seed(self, seed: Seed) -> Site:
         grown = grow(seed)
-        reason = grown.reason
-        tail = grown.tail
-        if grown.doubtful:
-            return self._leave(seed, reason)
-        if grown.norm is not None:
+        reason, tail = grown.reason, grown.tail
+        if tail is not None and grown.norm is not None:
             try:
                 return _site(*self._write_norm(seed, tail, grown.norm), seed.form, True, None)
             except MoetrtError as error:
                 # The operator does not take the whole tail; it may take the experts' sum alone.
                 reason = str(error)
-                tail = Tail(seed.value, seed.node, seed.scale, seed.terms).copy()
-        if tail.value.dtype == seed.data:
+                alone = Tail(seed.value, seed.node, seed.scale, seed.terms).copy()
+                tail = alone if alone.value.dtype == seed.data else None
+        if tail is not None:
             try:
-                return _site(*self._write_finalize(seed, tail), seed.form, reason is None, reason)
+                return _site(*self._write_finalize(grown.seed, tail), seed.form, reason is None, reason)
             except MoetrtError as error:
                 reason = str(error)
         return self._leave(seed, reason)
@@ -340,7 +339,7 @@ class _Mapper:
         return self._write(FINALIZE_ADD_RMS_NORM, seed, tail, operands, attributes, shape_nodes, replaced, norm.views)
 
     def _write_finalize(self, seed: Seed, tail: Tail) -> _Written:
-        shared = tail.terms[0] if tail.terms else None
+        (shared,) = tail.terms or (None,)
         operands = dict(seed.operands) | _term_operands(shared)
         attributes = _sum_attributes(seed, tail, shared)
         return self._write(
@@ -376,6 +375,11 @@ class _Mapper:
             for extra in reversed(added):
                 detach(extra)
             raise
+        dropped = unaccounted(replaced.values(), [*added, node], seed.known)
+        if dropped is not None:
+            for extra in (node, *reversed(added)):
+                detach(extra)
+            raise InputError(f"{dropped} would be dropped: {spec.name} does not read it")
         self.names.add(name)
         added.append(node)
         finals: dict[str, ir.Value] = {}

@@ -76,6 +76,7 @@ class Seed:
         problem: why it cannot be mapped, although it looks like a MoE tail.
         may_be_pooling: whether only a residual and a norm after it would show that it is a MoE tail.
         own_body: whether it is the operator's own body, inlined: what it adds has one row a token.
+        known: what the form has shown to follow from its operands, and is read by none of them.
     """
 
     form: str
@@ -88,8 +89,10 @@ class Seed:
     problem: str | None = None
     may_be_pooling: bool = False
     own_body: bool = False
+    known: tuple[ir.Value, ...] = ()
 
     @property
     def data(self) -> ir.DataType | None:
-        """The rows' dtype."""
-        return self.operands["gemm2_permuted"].value.dtype
+        """The rows' dtype, as the operator gets them."""
+        rows = self.operands["gemm2_permuted"]
+        return rows.cast_to or rows.value.dtype
