@@ -491,6 +491,8 @@ def _tokens_like(seed: Seed) -> ir.Value | None:
     if rank(seed.value) == 2:
         return None
     shape = dims(seed.value) or []
+    if not isinstance(shape[-1], int):
+        raise InputError(f"the sum '{seed.value.name}' has shape {shape}; H, its last dimension, is taken as a number")
     for operand in seed.operands.values():
         if rank(operand.value) in (3, 4) and (dims(operand.value) or [])[:2] == shape[:2] and None not in shape:
             return operand.value
