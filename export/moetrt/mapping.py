@@ -59,6 +59,7 @@ from moetrt.spec import (
 )
 from moetrt.spec import Operand as KnownOperand
 from moetrt.type_check import check_types
+from moetrt.unaccounted import unaccounted
 
 TAILS_EXPECTED = "moetrt.tails_expected"
 """Key of the model's metadata under which capture writes how many tails the model has."""
@@ -258,7 +259,7 @@ _Written = tuple[ir.Node, list[str]]
 def _ends_a_layer(seed: Seed) -> bool:
     """Whether a residual is added to the seed's sum and the result normalised."""
     grown = grow(seed)
-    return grown.norm is not None and bool(grown.tail.terms)
+    return grown.tail is not None and grown.norm is not None and bool(grown.tail.terms)
 
 
 def _names(model: ir.Model) -> set[str]:
@@ -312,24 +313,22 @@ class _Mapper:
 
     def _map_seed(self, seed: Seed) -> Site:
         grown = grow(seed)
-        reason = grown.reason
-        tail = grown.tail
-        if grown.doubtful:
-            return self._leave(seed, reason)
-        if grown.norm is not None:
+        reason, tail = grown.reason, grown.tail
+        if tail is not None and grown.norm is not None:
             try:
                 return _site(*self._write_norm(seed, tail, grown.norm), seed.form, True, None)
             except MoetrtError as error:
                 # The operator does not take the whole tail; it may take the experts' sum alone.
                 reason = str(error)
-                tail = Tail(seed.value, seed.node, seed.scale, seed.terms).copy()
-        if operator_of(seed.node) is not None and tail.scale == seed.scale and len(tail.terms) == len(seed.terms):
-            # It is that node already: another one would only have another name.
-            _write_plugin_attributes(seed.node)
-            return _site(seed.node, [], seed.form, reason is None, reason)
-        if tail.value.dtype == seed.data:
+                alone = Tail(seed.value, seed.node, seed.scale, seed.terms).copy()
+                tail = alone if alone.value.dtype == seed.data else None
+        if tail is not None:
+            if operator_of(seed.node) is not None and tail.scale == seed.scale and len(tail.terms) == len(seed.terms):
+                # It is that node already: another one would only have another name.
+                _write_plugin_attributes(seed.node)
+                return _site(seed.node, [], seed.form, reason is None, reason)
             try:
-                return _site(*self._write_finalize(seed, tail), seed.form, reason is None, reason)
+                return _site(*self._write_finalize(grown.seed, tail), seed.form, reason is None, reason)
             except MoetrtError as error:
                 reason = str(error)
         return self._leave(seed, reason)
@@ -351,7 +350,7 @@ class _Mapper:
         return self._write(FINALIZE_ADD_RMS_NORM, seed, tail, operands, attributes, shape_nodes, replaced, norm.views)
 
     def _write_finalize(self, seed: Seed, tail: Tail) -> _Written:
-        shared = tail.terms[0] if tail.terms else None
+        (shared,) = tail.terms or (None,)
         operands = dict(seed.operands) | _term_operands(shared)
         attributes = _sum_attributes(seed, tail, shared)
         return self._write(
@@ -387,6 +386,11 @@ class _Mapper:
             for extra in reversed(added):
                 detach(extra)
             raise
+        dropped = unaccounted(replaced.values(), [*added, node], seed.known)
+        if dropped is not None:
+            for extra in (node, *reversed(added)):
+                detach(extra)
+            raise InputError(f"{dropped} would be dropped: {spec.name} does not read it")
         self.names.add(name)
         added.append(node)
         finals: dict[str, ir.Value] = {}
@@ -499,6 +503,8 @@ def _tokens_like(seed: Seed) -> tuple[ir.Value, int] | None:
     if rank(seed.value) == 2:
         return None
     shape = dims(seed.value) or []
+    if not isinstance(shape[-1], int):
+        raise InputError(f"the sum '{seed.value.name}' has shape {shape}; H, its last dimension, is taken as a number")
     for value in (*(operand.value for operand in seed.operands.values()), seed.placed):
         here = dims(value) if value is not None and None not in shape else None
         for axis in (0, 1):

@@ -1,5 +1,6 @@
 """Values of a graph get the dtypes and shapes that onnx infers: what the mapper compares."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
@@ -194,12 +195,19 @@ def _fill_symbols(model: ir.Model) -> None:
     onnx's own inference knows no "2*T", which a view of [T*K, H] as [T, K, H] takes where TorchScript computed its
     sizes from other shapes.
     """
+    _infer_symbols(model, merge=False)
+    # Two sizes that are added or multiplied are merged only where one is several times another ("2*T"), and so no 1:
+    # else one may be a 1, as one that is given with each run may be.
+    given = any(value.is_graph_input() for value in model.graph.initializers.values())
+    if not given and any(map(_meets_several, model.graph)):
+        _infer_symbols(model, merge=True)
+
+
+def _infer_symbols(model: ir.Model, *, merge: bool) -> None:
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     values = {value.name: value for node in model.graph for value in node.outputs}
     # Not its `infer_shapes`, which writes a file into the working folder where it cannot infer everything.
-    # It merges two sizes that are added or multiplied, also where one is a 1: with a size that is given, it may be.
-    merge = not any(value.is_graph_input() for value in model.graph.initializers.values())
     inference = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=merge, guess_output_rank=False, verbose=0)
     try:
         with quiet():
@@ -216,6 +224,14 @@ def _fill_symbols(model: ir.Model) -> None:
         _set_dtype(value, known)
         if _has_unknown(value):
             value.shape = known.shape or value.shape
+
+
+def _meets_several(node: ir.Node) -> bool:
+    """Whether ``node`` weighs rows by a column that has "2*T" of them, and the rows' own number has another name."""
+    if not is_op(node, "Mul") or any(value is None or rank(value) != 2 for value in node.inputs):
+        return False
+    counts = [dim(value, 0) for value in node.inputs if value is not None]
+    return counts[0] != counts[1] and any(isinstance(size, str) and re.match(r"\d+\*", size) for size in counts)
 
 
 def _lacks_width(node: ir.Node) -> bool:

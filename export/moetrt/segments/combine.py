@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from moetrt.segments.constants import scalar
-from moetrt.segments.reading import dim, is_op, named, rank
+from moetrt.segments.reading import dim, dims, is_op, named, rank
 from moetrt.segments.routes import Found, NotThis, PerRoute, given, strip, take_weights, walk_back
-from moetrt.segments.sums import einsum_of, sum_of
+from moetrt.segments.sizes import is_said, may_be_repeated
+from moetrt.segments.sums import check_letters, einsum_of, sum_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ def _scattered(matrix: ir.Value) -> Combine | None:
     # ScatterElements takes updates of its indices' shape, and repeats neither.
     found.same_tokens = len(found.weights) == 1 and not found.masks
     problem = None
+    tokens = zip((dims(index) or [])[:-1], (dims(matrix) or [])[:-1], strict=True)
+    if any(may_be_repeated(mine, whole) or (is_said(mine) and not is_said(whole)) for mine, whole in tokens):
+        problem = f"'{index.name}' of shape {dims(index)} may have fewer rows than '{matrix.name}', {dims(matrix)}"
     if reduction not in ("add", "none"):
         problem = f"'{matrix.name}' is scattered with reduction '{reduction}'; a sum of routes takes 'add'"
     elif reduction == "none" and not _distinct(place, found):
@@ -144,6 +148,10 @@ def picked_by_einsum(node: ir.Node) -> Picked | None:
     found = Found(dim(matrix.value, matrix.letters.index(k)), k_first)
     problem = None
     for factor in operands:
+        if factor is not matrix:
+            check_letters(factor, matrix, found, tokens)
+        if factor is not rows:
+            check_letters(factor, rows, found, tokens)
         if factor in (rows, matrix):
             continue
         if sorted(factor.letters) == sorted(tokens + expert):

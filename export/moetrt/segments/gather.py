@@ -5,7 +5,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from moetrt.segments.combine import Combine, combine_of, picked_by_einsum
-from moetrt.segments.indices import is_permutation
+from moetrt.segments.indices import is_permutation, may_have_length
 from moetrt.segments.maps import dense_map, inverse_map, inverted, route_numbers
 from moetrt.segments.reading import before_upcast, dim, dims, input_of, is_op, named, rank
 from moetrt.segments.routers import by_chosen_experts, is_routed
@@ -83,6 +83,9 @@ def _picked(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     if not weighted and not (isinstance(found.top_k, int) and found.top_k <= MOST_ROUTES):
         return None
     seed = picked_seed(FORM, total.end, data, rows.index, found, only_read=rows.value)
+    if order is not None:
+        # The map is its inverse.
+        seed.known = (order,)
     # Rows without weights may be anything, unless they are put in the routes' order, or a router chose their experts.
     seed.may_be_pooling = not (weighted or order is not None or by_chosen_experts(data, int(found.top_k or 0)))
     return seed
@@ -129,7 +132,9 @@ def sorted_source(value: ir.Value, order: ir.Value) -> ir.Value | None:
     source = given(node.inputs[0])
     flat = [size for size in dims(source) or [] if size != 1]
     by = strip(PerRoute(given(node.inputs[1])), Found(top_k=-1)).value
-    return source if by is order and len(flat) == 1 and node.attributes.get_int("axis", 0) == 0 else None
+    if by is not order or len(flat) != 1 or node.attributes.get_int("axis", 0) != 0:
+        return None
+    return source if may_have_length(without_reshapes(source), order) else None
 
 
 def _put_back(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
@@ -218,7 +223,14 @@ def chosen_experts(end: ir.Node, rows: Operand, weighted: Found, combine: Combin
     if not isinstance(experts, int):
         return None
     casts = [*combine.found.casts, *weighted.casts]
-    found = replace(combine.found, scale=combine.found.scale * weighted.scale, casts=casts, placed=weighted.placed)
+    different = combine.found.unlike or weighted.unlike
+    found = replace(
+        combine.found,
+        scale=combine.found.scale * weighted.scale,
+        casts=casts,
+        placed=weighted.placed,
+        unlike=different,
+    )
     base, clamped = index_of(combine.index, None, combine.found)
     problem = combine.problem
     if found.masks:
@@ -228,7 +240,9 @@ def chosen_experts(end: ir.Node, rows: Operand, weighted: Found, combine: Combin
             f"entries of -1 in '{base.value.name}' would read another token's rows: clamp them (min=0), or let a TopK "
             "choose them"
         )
-    index = dense_map(clamped or base, experts, found.top_k, tokens_last=tokens_last)
+    index = dense_map(
+        clamped or base, experts, found.top_k, tokens_last=tokens_last, none_beyond=combine.found.none_beyond
+    )
     return weighted_seed(DENSE_FORM, end, rows, found, index, problem)
 
 

@@ -26,7 +26,7 @@ from moetrt.segments.reading import (
     sole_reader,
 )
 from moetrt.segments.rms_norm import RmsNorm, find_rms_norm, what_follows
-from moetrt.segments.sizes import first_unequal, is_named
+from moetrt.segments.sizes import first_unequal, has_other_length, is_named, is_said, surely_equal
 from moetrt.segments.tail import Operand, Seed, Term, Write, written
 from moetrt.segments.untyped import unknown_of
 
@@ -61,16 +61,16 @@ class Grown:
     """What became of a seed.
 
     Attributes:
-        tail: what the plugin node computes.
+        tail: what one plugin node computes; None where none does.
         norm: the RMSNorm after it, or None.
         reason: why there is no norm; None where there is one, or where nothing follows at all.
-        doubtful: whether the reason is one against the sum too.
+        seed: the seed of ``tail``: the one that grew, or that with its rows in float32.
     """
 
-    tail: Tail
+    tail: Tail | None
     norm: RmsNorm | None
     reason: str | None
-    doubtful: bool = False
+    seed: Seed
 
 
 class _Stop(Exception):
@@ -82,28 +82,62 @@ class _OtherTokens(_Stop):
 
 
 def grow(seed: Seed) -> Grown:
-    """Takes in the nodes after ``seed`` one by one until the norm, or until one does not fit."""
+    """Takes in the nodes after ``seed`` one by one until the norm, or until one does not fit.
+
+    Without a norm the operator adds one term, and gives what it gives in the rows' dtype. Where the graph adds two in
+    float32 before it rounds, the sum with the first one stays in float32, and so the second one's Add adds what it did.
+    """
     tail = Tail(seed.value, seed.node, seed.scale, seed.terms).copy()
     without_norm: Tail | None = None
+    unrounded: Tail | None = None
+    rounded: ir.Value | None = None
+    stopped: str | None = None
     while True:
-        if tail.value.dtype == seed.data and len(tail.terms) <= 1:
-            without_norm = tail.copy()
+        if len(tail.terms) <= 1:
+            if tail.value.dtype == seed.data:
+                without_norm = tail.copy()
+            elif tail.value.dtype == ir.DataType.FLOAT:
+                unrounded = tail.copy()
+        elif tail.value.dtype == seed.data:
+            rounded = rounded or tail.value
         try:
             norm = _norm_of(tail, seed)
             if norm is not None:
-                return Grown(tail, norm, None)
+                return Grown(tail, norm, None, seed)
             if tail.value.is_graph_output() and not readers(tail.value):
                 stopped = None if without_norm is not None and without_norm.value is tail.value else _ends(tail, seed)
                 break
             _step(tail, seed)
         except _OtherTokens as stop:
-            return Grown(tail, None, str(stop), doubtful=True)
+            return Grown(None, None, str(stop), seed)
         except _Stop as stop:
             stopped = str(stop)
             break
-    if without_norm is None:
-        return Grown(tail, None, stopped or _ends(tail, seed))
-    return Grown(without_norm, None, stopped)
+    if without_norm is not None:
+        return Grown(without_norm, None, stopped, seed)
+    if rounded is None or unrounded is None:
+        return Grown(None, None, stopped or _ends(tail, seed), seed)
+    wide = _in_float32(seed)
+    unrounded.terms = [_term_in_float32(term) for term in unrounded.terms]
+    reason = (
+        f"{stopped}; two terms are added in FLOAT before '{rounded.name}' is rounded, and only one is taken: the "
+        "sum stays FLOAT, and the rows are widened"
+    )
+    return Grown(unrounded, None, reason, wide)
+
+
+def _in_float32(seed: Seed) -> Seed:
+    """``seed`` with its rows and weights widened to float32: its sum is not rounded."""
+    operands = {
+        name: operand if name == "expanded_idx_to_permuted_idx" else replace(operand, cast_to=ir.DataType.FLOAT)
+        for name, operand in seed.operands.items()
+    }
+    return replace(seed, operands=operands)
+
+
+def _term_in_float32(term: Term) -> Term:
+    gate = None if term.gate is None else replace(term.gate, cast_to=ir.DataType.FLOAT)
+    return replace(term, operand=replace(term.operand, cast_to=ir.DataType.FLOAT), gate=gate)
 
 
 def _ends(tail: Tail, seed: Seed) -> str:
@@ -269,7 +303,14 @@ def _add(tail: Tail, node: ir.Node, seed: Seed) -> None:
         raise _Stop(f"{named(node)} adds '{other.name}' of shape {dims(other)} to {dims(value)}: not the same shape")
     sizes = _sizes(tail, seed)
     unequal = first_unequal(sizes, dims(other) or [])
-    if unequal is not None and (tail.shape_nodes or len(sizes) != 2 or _may_differ(unequal, seed)):
+    is_of_width = bool(sizes) and surely_equal(sizes[-1], dim(other, -1))
+    if unequal is not None and (
+        tail.shape_nodes
+        or len(sizes) != 2
+        or not is_of_width
+        or _may_differ(unequal, seed)
+        or has_other_length(other, sizes[0])
+    ):
         in_order = "expanded_idx_to_permuted_idx" not in seed.operands and sizes != dims(value)
         raise (_OtherTokens if in_order else _Stop)(_may_be_broadcast(node, other, unequal))
     term = _term(other, seed) if unequal is None else _spread(_term(other, seed), seed, sizes)
@@ -279,16 +320,15 @@ def _add(tail: Tail, node: ir.Node, seed: Seed) -> None:
 
 
 def _may_differ(unequal: tuple[int | str | None, int | str | None], seed: Seed) -> bool:
-    """Whether two dimensions have names of their own, and no operator's body says that they are one."""
-    return all(map(is_named, unequal)) and not seed.own_body
+    """Whether the graph says both of two dimensions, not as one, and no operator's body says that they are one."""
+    return all(map(is_said, unequal)) and not seed.own_body
 
 
 def _sizes(tail: Tail, seed: Seed) -> list[int | str | None]:
     """The dimensions of the sum; T is that of the weights where the sum's own is not known."""
     sizes = dims(tail.value) or []
     weights = seed.operands["expert_weights"]
-    known = isinstance(sizes[0], int) or is_named(sizes[0]) if sizes else True
-    if not known and len(sizes) == 2 and not tail.shape_nodes and _is_plain(weights):
+    if sizes and not is_said(sizes[0]) and len(sizes) == 2 and not tail.shape_nodes and _is_plain(weights):
         sizes[0] = dim(weights.value, 0)
     return sizes
 

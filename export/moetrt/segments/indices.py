@@ -194,15 +194,35 @@ def permutation_behind(value: ir.Value) -> ir.Value | None:
     return None
 
 
-def _count(permutation: ir.Value, sizes: Sizes) -> int | None:
-    """How many elements an argsort has: as many as what it sorts had before it was flattened."""
+def _before_flattened(permutation: ir.Value) -> ir.Value | None:
+    """What an argsort sorts, before it was flattened."""
     node = permutation.producer()
     sorted_values = node.inputs[0] if node is not None else None
     while sorted_values is not None and (made := sorted_values.producer()) is not None and is_op(made, "Reshape"):
         sorted_values = made.inputs[0]
+    return sorted_values
+
+
+def _count(permutation: ir.Value, sizes: Sizes) -> int | None:
+    """How many elements an argsort has: as many as what it sorts had before it was flattened."""
+    sorted_values = _before_flattened(permutation)
     known = dims(sorted_values) if sorted_values is not None else None
     numbers = [sizes.of(size) for size in known or [None]]
     return None if None in numbers else math.prod(number for number in numbers if number is not None)
+
+
+def may_have_length(value: ir.Value, permutation: ir.Value) -> bool:
+    """Whether ``value`` can have as many elements as an argsort: not where the graph says other numbers of both.
+
+    Two symbols may stand for one number: where both have one symbol each, the numbers beside it are compared.
+    """
+    sorted_values = _before_flattened(permutation)
+    here, there = (dims(each) if each is not None else None for each in (value, sorted_values))
+    if here is None or there is None or None in (*here, *there) or min(len(here), len(there)) < 2:
+        return True
+    symbols = [[size for size in sizes if isinstance(size, str)] for sizes in (here, there)]
+    numbers = [math.prod(size for size in sizes if isinstance(size, int)) for sizes in (here, there)]
+    return [len(names) for names in symbols] != [1, 1] or numbers[0] == numbers[1]
 
 
 def tokens_of_routes(token: ir.Value, permutation: ir.Value | None, tokens: int | str | None) -> int | None:

@@ -23,6 +23,7 @@ from moetrt.segments.routes import (
     are_rows,
     given,
     index_of,
+    lowered,
     map_operand,
     selected_on,
     strip,
@@ -230,6 +231,9 @@ def _picked(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | None:
     if len(set(masked)) != 1 or (not all(masked) and len(set(clamped)) != 1):
         problem = problem or f"some terms of {named(end)} are masked or clamped and others are not"
     found = Found(len(terms), casts=_casts(terms), scale=terms[0].found.scale, weights=[weights.whole])
+    found.at_most, found.counted = terms[0].found.at_most, [value for term in terms for value in term.found.counted]
+    if any(term.found.at_most != found.at_most or bool(term.found.counted) != bool(found.counted) for term in terms):
+        problem = problem or f"the terms of {named(end)} bound the map's entries from above by different numbers"
     first_clamp = indices[0][1]
     before_selection = replace(first_clamp, column=None) if first_clamp and first_clamp.column is not None else None
     entries = before_selection or (bases.whole if first_clamp is not None else None)
@@ -237,8 +241,9 @@ def _picked(end: ir.Node, terms: list[_Term], weights: _Columns) -> Seed | None:
         complaint = _spared(end, bases.whole)
         problem = problem or complaint
     index, complaint = map_operand(end, bases.whole, entries, found, masked=all(masked), rows=data)
-    if first_clamp is not None and before_selection is None and not all(masked):
-        index = clamped_map(index)
+    if first_clamp is not None and before_selection is None:
+        index = lowered(index, found, data)
+        index = index if all(masked) else clamped_map(index)
     return weighted_seed(FORM, end, data, found, index, problem or complaint)
 
 

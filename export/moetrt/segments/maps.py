@@ -57,7 +57,9 @@ def inverted(index: ir.Value) -> ir.Value | None:
     return found if is_permutation(found) else None
 
 
-def dense_map(index: PerRoute, experts: int, top_k: int | str | None, *, tokens_last: bool) -> Operand:
+def dense_map(
+    index: PerRoute, experts: int, top_k: int | str | None, *, tokens_last: bool, none_beyond: bool
+) -> Operand:
     """The map of every expert's row for every token, [E, T, H] or, not ``tokens_last``, [T, E, H].
 
     Args:
@@ -65,6 +67,7 @@ def dense_map(index: PerRoute, experts: int, top_k: int | str | None, *, tokens_
         experts: E.
         top_k: K.
         tokens_last: whether the rows lie as [E, T, H].
+        none_beyond: whether a number that no expert has picks nothing.
     """
     chosen, _ = per_route_operand(index, top_k)
 
@@ -75,7 +78,11 @@ def dense_map(index: PerRoute, experts: int, top_k: int | str | None, *, tokens_
             (count, experts_of, token) if tokens_last else (_numbers(write, experts), token, experts_of)
         )
         begin = write("Mul", [steps, per_step], {}, _INT64, [None, None])
-        return write("Add", [begin, rest], {}, _INT64, [None, top_k])
+        row = write("Add", [begin, rest], {}, _INT64, [None, top_k])
+        if not none_beyond:
+            return row
+        is_expert = write("Less", [experts_of, _numbers(write, experts)], {}, ir.DataType.BOOL, [None, top_k])
+        return write("Where", [is_expert, row, _numbers(write, -1)], {}, _INT64, [None, top_k])
 
     return Operand(index.value, _INT32, make=make)
 

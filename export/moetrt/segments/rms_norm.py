@@ -237,6 +237,8 @@ def _gamma_last(normalised: ir.Value, eps: float, source: _Source) -> _Found:
         step = _next(normalised, "Cast", "Identity", source=None)
         if step is None:
             break
+        if step.outputs[0].dtype not in FLOAT_DTYPES:
+            raise _No(f"{named(step)} makes the normalised value {dtype_name(step.outputs[0].dtype)}")
         normalised = step.outputs[0]
         narrow |= {normalised.dtype} & set(HALF_DTYPES)
     if normalised.is_graph_output():

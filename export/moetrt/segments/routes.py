@@ -20,12 +20,11 @@ from moetrt.segments.reading import (
     input_of,
     is_op,
     keeps,
-    may_be_equal,
     named,
     rank,
     sole_reader,
 )
-from moetrt.segments.sizes import Size, is_named, surely_equal
+from moetrt.segments.sizes import column_sizes, has_other_length, is_named, is_said, may_be_repeated, surely_equal
 from moetrt.segments.tail import Operand, Seed, Write, written
 
 _INT32 = ir.DataType.INT32
@@ -85,7 +84,10 @@ class Found:
         masks: maps whose entries of 0 and more are kept.
         kept: other truth values for the rows, and whether they keep a row or drop it.
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
+        at_most: the bounds from above that the entries of a map without its clamps lack; None is R - 1.
+        unlike: which two values need not have one shape where they meet, so that one may be repeated, in words.
         same_tokens: whether weights and map are of the same shape, whatever their dimensions are named.
+        none_beyond: whether an entry that names no row picks nothing, as in a one-hot matrix.
         nan_beyond: whether an entry that names no row gives NaN already, as in the operator's own body.
         padded: whether columns after the first H were cut off.
         casts: what Casts made of the products and rows on the way.
@@ -102,7 +104,10 @@ class Found:
     kept: list[tuple[PerRoute, bool]] = field(default_factory=list)
     weights: list[PerRoute] = field(default_factory=list)
     counted: list[ir.Value] = field(default_factory=list)
+    at_most: set[int | None] = field(default_factory=set)
+    unlike: str | None = None
     same_tokens: bool = False
+    none_beyond: bool = False
     nan_beyond: bool = False
     padded: bool = False
     scale: float = 1.0
@@ -251,6 +256,7 @@ def _picked(node: ir.Node, value: ir.Value, found: Found) -> Rows | None:
     if is_op(node, "OneHot"):
         if node.attributes.get_int("axis", -1) not in (-1, (rank(value) or 0) - 1) or not _zero_and_one(node.inputs[2]):
             raise NotThis
+        found.none_beyond = True
         return Rows(None, found.here(given(node.inputs[0])))
     if is_op(node, "Equal"):
         return _equal_to_range(node, found)
@@ -276,6 +282,7 @@ def _equal_to_range(node: ir.Node, found: Found) -> Rows:
     for position in (0, 1):
         index, counted = given(node.inputs[position]), given(node.inputs[1 - position])
         if dim(index, -1) == 1 and is_range(counted):
+            found.none_beyond = True
             return Rows(None, found.here(index), masked=True)
     raise NotThis
 
@@ -310,6 +317,7 @@ def _take_factor(node: ir.Node, product: ir.Value, found: Found) -> ir.Value | N
             return routes
         factor = once_per_row(factor)
         if _is_per_route(factor, product):
+            _check_alike(factor, routes, found)
             take_weights(found.here(factor), found)
             return routes
         of = None if found.by_column else _few(factor, routes, found.k_first)
@@ -342,12 +350,23 @@ def _few(factor: ir.Value, routes: ir.Value, k_first: bool) -> str | None:
         return "" if shape[k] == 1 else "k"
     if any(repeated) or shape[k] != 1:
         return None
-    return None if any(_may_be_repeated(shape[axis], whole[axis]) for axis in tokens) else "t"
+    return None if any(may_be_repeated(shape[axis], whole[axis]) for axis in tokens) else "t"
 
 
-def _may_be_repeated(one: Size, other: Size) -> bool:
-    """Whether the graph itself says that two dimensions need not be one number."""
-    return not may_be_equal(one, other) or (is_named(one) and is_named(other) and not surely_equal(one, other))
+def _check_alike(one: ir.Value, other: ir.Value, found: Found) -> None:
+    """Puts down where one of two values with numbers for each route may be repeated along the other's tokens or k."""
+    whole = dims(other) or []
+    pairs = zip(column_sizes(one, whole)[:-1], whole[:-1], strict=False)
+    if any(may_be_repeated(mine, theirs) for mine, theirs in pairs) or has_other_length(one, whole[0]):
+        found.unlike = found.unlike or unlike(one, other)
+
+
+def unlike(one: ir.Value, other: ir.Value) -> str:
+    """What is wrong with two values that meet in one node."""
+    return (
+        f"'{one.name}' of shape {dims(one)} meets '{other.name}' of shape {dims(other)}: where the graph does not say "
+        "that two dimensions are one, either may be 1, and would be repeated; give both the same name or number"
+    )
 
 
 def _take_mask(node: ir.Node, found: Found) -> ir.Value | None:
@@ -356,10 +375,11 @@ def _take_mask(node: ir.Node, found: Found) -> ir.Value | None:
     if kept is None or rank(condition) != rank(kept) or dim(condition, -1) != 1:
         return None
     is_kept = kept is node.inputs[1]
+    _check_alike(condition, kept, found)
     mask = _mask(found.here(condition), is_kept, found)
     sizes = zip(dims(condition) or [], (dims(kept) or [])[:-1], strict=False)
     truth: tuple[PerRoute, bool] | None = None
-    if zeroed is not None and not found.by_column and not any(_may_be_repeated(one, other) for one, other in sizes):
+    if zeroed is not None and not found.by_column and not any(may_be_repeated(one, other) for one, other in sizes):
         truth = strip(found.here(condition), found), is_kept
     if mask is not None:
         found.masks.append(replace(mask, condition=truth))
@@ -599,50 +619,56 @@ def _mask_with_bound(place: PerRoute, bound: ir.Value, found: Found) -> PerRoute
 
 
 def index_of(place: PerRoute, rows: ir.Value | None, found: Found) -> tuple[PerRoute, PerRoute | None]:
-    """The map behind the indices of a Gather, and the clamped map, where it is clamped to 0 and more.
+    """The map behind the indices of a Gather, and the indices, where these are the map clamped to 0 and more.
 
-    What a mask is made from is the map, also where it was clamped before both.
+    What a mask is made from is the map, also where it was clamped before both. Bounds of R - 1 or more that the indices
+    have and the map has not are put down in ``found``.
     """
-    clamped: PerRoute | None = None
+    outermost: PerRoute | None = None
+    is_raised = False
     while True:
         place = strip(place, found)
         node = place.value.producer()
         if node is None or place in found.masks:
-            return place, clamped
+            break
         operands = [operand for operand in node.inputs if operand is not None]
         kept: ir.Value | None = None
-        if is_op(node, "Clip") and scalar(input_of(node, 1)) == 0:
-            upper = input_of(node, 2)
-            kept = operands[0] if upper is None or _is_last_row(upper, rows) else None
+        bound: tuple[int | None] | None = None
+        if is_op(node, "Clip"):
+            low, upper = input_of(node, 1), input_of(node, 2)
+            bound = _last_row(upper, rows)
+            if (low is None or scalar(low) == 0) and (upper is None or bound is not None):
+                kept, is_raised = operands[0], is_raised or low is not None
         elif is_op(node, "Max") and len(operands) == 2:
             kept = next((operands[1 - i] for i in (0, 1) if scalar(operands[i]) == 0), None)
+            is_raised = is_raised or kept is not None
         elif is_op(node, "Where"):
             kept = _masked_index(place, node, found)
+            is_raised = is_raised or kept is not None
         elif is_op(node, "Min") and len(operands) == 2:
-            # An upper bound of R - 1 changes only entries that the contract does not allow.
-            below = next((operands[1 - i] for i in (0, 1) if _is_last_row(operands[i], rows)), None)
-            if below is None:
-                return place, clamped
-            place = replace(place, value=below)
-            continue
+            position = next((i for i in (0, 1) if _last_row(operands[i], rows) is not None), None)
+            if position is not None:
+                kept, bound = operands[1 - position], _last_row(operands[position], rows)
         if kept is None:
-            return place, clamped
-        clamped = clamped or place
+            break
+        found.at_most |= set(bound or ())
+        outermost = outermost or place
         place = replace(place, value=kept)
+    return place, outermost if is_raised else None
 
 
-def _is_last_row(bound: ir.Value, rows: ir.Value | None) -> bool:
-    """Whether ``bound`` is R - 1 or more."""
-    if rows is None:
-        return False
+def _last_row(bound: ir.Value | None, rows: ir.Value | None) -> tuple[int | None] | None:
+    """``bound`` where it is R - 1 or more: the number, or None for what the graph computes as R - 1."""
+    if rows is None or bound is None:
+        return None
     number, count = scalar(bound), dim(rows, 0)
     if number is not None:
-        return isinstance(count, int) and number >= count - 1
+        return (int(number),) if isinstance(count, int) and number >= count - 1 else None
     less = _integer(bound).producer()
     if less is None or not is_op(less, "Sub") or scalar(less.inputs[1]) != 1:
-        return False
+        return None
     counted = _counted(given(less.inputs[0]))
-    return counted is not None and before_upcast(counted) is before_upcast(rows)
+    return (None,) if counted is not None and before_upcast(counted) is before_upcast(rows) else None
 
 
 def _counted(count: ir.Value) -> ir.Value | None:
@@ -705,13 +731,7 @@ def picked_seed(
         only_read: where ``rows`` is what a clamp's bound is made from, another name of it.
     """
     base, clamped = index_of(index, only_read or rows, found)
-    operand, problem = map_operand(end, base, clamped, found, masked=masked, rows=rows)
-    for counted in found.counted:
-        if before_upcast(counted) is not before_upcast(only_read or rows):
-            problem = problem or (
-                f"the map '{base.value.name}' is masked where it is not below the number of rows of '{counted.name}', "
-                f"which is not what it picks, '{rows.name}'"
-            )
+    operand, problem = map_operand(end, base, clamped, found, masked=masked, rows=rows, only_read=only_read)
     return weighted_seed(form, end, rows, found, operand, problem)
 
 
@@ -723,6 +743,7 @@ def map_operand(
     *,
     masked: bool,
     rows: ir.Value,
+    only_read: ir.Value | None = None,
 ) -> tuple[Operand, str | None]:
     """The map as an operand, and what is wrong with it.
 
@@ -733,14 +754,16 @@ def map_operand(
         found: what masks the rows.
         masked: whether an entry of -1 picks nothing in any case.
         rows: [R, H].
+        only_read: as of `picked_seed`.
     """
-    problem: str | None = None
+    problem = _other_count(base, found, only_read or rows)
     set_other_masks_apart(found, base)
     if any(mask != base for mask in found.masks):
         problem = f"the mask of {named(end)} is made from another value than the map '{base.value.name}'"
     elif not found.masks and not masked and found.kept:
         read, complaint = per_route_operand(clamped or base, found.top_k)
-        return _from_end(read, rows), complaint
+        read = _from_end(read, rows)
+        return read if clamped else lowered(read, found, rows), problem or complaint
     elif not found.masks and not masked and clamped is None and not never_negative(base.value):
         problem = (
             f"entries of -1 in the map '{base.value.name}' would read the last row: mask them "
@@ -757,7 +780,59 @@ def map_operand(
         else:
             read, complaint = per_route_operand(clamped or base, found.top_k)
             operand = _but_minus_one(operand, read, rows)
-    return operand, problem or complaint
+    if found.counted and not found.nan_beyond:
+        operand = _only_rows(operand, rows)
+    if entries is not clamped:
+        operand = lowered(operand, found, rows)
+    return _only_rows(operand, rows) if found.none_beyond else operand, problem or complaint
+
+
+def _other_count(base: PerRoute, found: Found, rows: ir.Value) -> str | None:
+    """What is wrong with a mask that drops entries which are not below a number of rows."""
+    for counted in found.counted:
+        if before_upcast(counted) is not before_upcast(rows):
+            return (
+                f"the map '{base.value.name}' is masked where it is not below the number of rows of '{counted.name}', "
+                f"which is not what it picks, '{rows.name}'"
+            )
+    return None
+
+
+def _row_count(write: Write, rows: ir.Value) -> ir.Value:
+    """R as [1], int32."""
+    return written(Operand(write("Shape", [rows], {"end": 1}, ir.DataType.INT64, [1]), _INT32), write)
+
+
+def _only_rows(index: Operand, rows: ir.Value) -> Operand:
+    """``index`` with -1 for entries that are not below R: what the graph's own mask drops."""
+
+    def make(write: Write) -> ir.Value:
+        entries = written(replace(index, cast_to=_INT32), write)
+        below = write("Less", [entries, _row_count(write, rows)], {}, ir.DataType.BOOL, [])
+        below.shape = entries.shape
+        return _choose(write, below, entries, _number(write, -1), entries)
+
+    return Operand(index.value, _INT32, make=make)
+
+
+def lowered(index: Operand, found: Found, rows: ir.Value) -> Operand:
+    """``index`` with its entries bounded from above as the graph does it: the operator makes NaN of those beyond."""
+    if not found.at_most:
+        return index
+
+    def make(write: Write) -> ir.Value:
+        entries = written(replace(index, cast_to=_INT32), write)
+        bounds = [
+            write("Sub", [_row_count(write, rows), _number(write, 1)], {}, _INT32, [1])
+            if number is None
+            else _number(write, number)
+            for number in found.at_most
+        ]
+        made = write("Min", [entries, *bounds], {}, _INT32, [])
+        made.shape = entries.shape
+        return made
+
+    return Operand(index.value, _INT32, make=make)
 
 
 def raised(index: Operand, least: int) -> Operand:
@@ -796,8 +871,7 @@ def _from_end(read: Operand, rows: ir.Value) -> Operand:
 
     def make(write: Write) -> ir.Value:
         places = written(replace(read, cast_to=_INT32), write)
-        count = written(Operand(write("Shape", [rows], {"end": 1}, ir.DataType.INT64, [1]), _INT32), write)
-        from_end = write("Add", [places, count], {}, _INT32, [])
+        from_end = write("Add", [places, _row_count(write, rows)], {}, _INT32, [])
         from_end.shape = places.shape
         return _choose(write, _compared(write, "Less", places, 0), from_end, places, places)
 
@@ -884,6 +958,7 @@ def weighted_seed(
         operands["expanded_idx_to_permuted_idx"] = index
         if not found.same_tokens:
             problem = problem or _other_tokens(operands["expert_weights"], index)
+    problem = problem or found.unlike
     return Seed(
         form=form,
         node=end,
@@ -923,7 +998,7 @@ def _other_tokens(weights: Operand, index: Operand) -> str | None:
     one, other = (dim(value, 0) for value in values)
     if dim(weights.value, 1) != dim(index.value, 1):
         return None
-    if not (is_named(one) and is_named(other)) or surely_equal(one, other):
+    if not (is_said(one) and is_said(other)) or surely_equal(one, other):
         return None
     return (
         f"the weights '{weights.value.name}' have '{one}' rows and the map '{index.value.name}' has '{other}': either "
@@ -950,16 +1025,17 @@ def per_route_operand(
     if place.k_first:
         if rank(value) != 2 and not isinstance(top_k, int):
             return Operand(value, cast), _unknown_k(value)
+        if rank(value) == 2 and not isinstance(dim(value, 0), int) and dim(value, 0) != top_k:
+            return Operand(value, cast), _may_be_for_all(value, dim(value, 0), top_k)
         return Operand(value, cast, make=lambda write: _transposed(write, value, top_k)), None
     if rank(value) == 2 and dim(value, 1) == top_k:
         return Operand(value, cast), None
     if rank(value) == 2 and is_named(dim(value, 1)) and not isinstance(dim(value, 0), int):
-        return Operand(value, cast), (
-            f"'{value.name}' has '{dim(value, 1)}' columns, which may be one for all of a token's {top_k} routes: "
-            "give it the number of routes"
-        )
+        return Operand(value, cast), _may_be_for_all(value, dim(value, 1), top_k)
     if isinstance(top_k, int):
-        return Operand(value, cast, (-1, top_k)), None
+        known = dims(value) or []
+        is_unclear = sum(size != 1 for size in known) > 1 and not isinstance(known[-1], int) and top_k not in known
+        return Operand(value, cast, (-1, top_k)), _may_be_for_all(value, known[-1], top_k) if is_unclear else None
     return Operand(value, cast), _unknown_k(value)
 
 
@@ -976,6 +1052,13 @@ def unit_weights(routes: ir.Value, top_k: int) -> Operand:
         return write("ConstantOfShape", [sizes], {"value": one}, ir.DataType.FLOAT, leading)
 
     return Operand(routes, reshape_to=None if len(leading) == 2 else (-1, top_k), make=make)
+
+
+def _may_be_for_all(value: ir.Value, columns: int | str | None, top_k: int | str | None) -> str:
+    return (
+        f"'{value.name}' has '{columns}' columns, which may be one for all of a token's {top_k} routes: "
+        "give it the number of routes"
+    )
 
 
 def _unknown_k(value: ir.Value) -> str:

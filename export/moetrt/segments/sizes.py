@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+import onnx_ir as ir
+
 from moetrt.segments.indices import TRIALS, Sizes
+from moetrt.segments.reading import SHAPE_OPS, dim, dims, is_op, may_be_equal, rank
 
 Size = int | str | None
 
@@ -24,6 +27,72 @@ def surely_equal(one: Size, other: Size) -> bool:
 def is_named(size: Size) -> bool:
     """Whether a dimension has a name; those that onnx's inference makes up for what it does not know are none."""
     return isinstance(size, str) and "unk__" not in size
+
+
+def is_said(size: Size) -> bool:
+    """Whether a dimension is a number or has a name."""
+    return isinstance(size, int) or is_named(size)
+
+
+def may_be_repeated(one: Size, other: Size) -> bool:
+    """Whether the graph itself says that two dimensions need not be one number: K is none that a symbol stands for.
+
+    Of those that it says nothing of, those that something is made of are taken for equal.
+    """
+    if is_said(one) and is_said(other):
+        return not surely_equal(one, other)
+    return not may_be_equal(one, other)
+
+
+def column_sizes(value: ir.Value, other: Sequence[Size]) -> list[Size]:
+    """The dimensions of ``value``; the length of a column that a Reshape made is the number of what was reshaped.
+
+    Where that number ("3*T") has no symbol of ``other``, which says the same otherwise ("N"), it stays unknown.
+    """
+    sizes = list(dims(value) or [])
+    long = [axis for axis, size in enumerate(sizes) if size != 1]
+    source: ir.Value | None = value
+    while len(long) == 1 and source is not None and not is_said(sizes[long[0]]):
+        node = source.producer()
+        source = node.inputs[0] if node is not None and is_op(node, "Cast", *SHAPE_OPS) else None
+        before = [size for size in (dims(source) or [None]) if size != 1] if source is not None else []
+        if before and all(map(is_said, before)):
+            number = before[0] if len(before) == 1 else "*".join(f"({size})" for size in before)
+            sizes[long[0]] = number if len(before) == 1 or _symbols(number) & _symbols(other[long[0]]) else None
+            break
+    return sizes
+
+
+def _symbols(size: Size) -> frozenset[str]:
+    try:
+        return frozenset(ir.SymbolicDim(size).free_symbols()) if isinstance(size, str) else frozenset()
+    except ValueError:  # a name that is no expression
+        return frozenset({size}) if isinstance(size, str) else frozenset()
+
+
+_OTHER_LENGTH = ("Slice", "Concat", "Pad", "Tile", "Compress", "Split")
+_MOST_STEPS = 16
+
+
+def has_other_length(value: ir.Value, tokens: Size) -> bool:
+    """Whether the unknown first dimension of ``value`` is made of ``tokens`` and another one, or is a part of it."""
+    for _ in range(_MOST_STEPS):
+        node = value.producer()
+        if node is None or is_said(dim(value, 0)):
+            return False
+        if is_op(node, "Unsqueeze") and node.inputs[0] is not None and (rank(node.inputs[0]) or 0) > 1:
+            value = node.inputs[0]  # behind the first dimension, or that would be 1
+            continue
+        known = [source for source in node.inputs if source is not None and rank(source) == rank(value)]
+        said = [dim(source, 0) for source in known if is_said(dim(source, 0)) and dim(source, 0) != 1]
+        if any(surely_equal(size, tokens) for size in said) and is_op(node, *_OTHER_LENGTH):
+            return True
+        if is_op(node, *SHAPE_OPS) or not known:
+            return False
+        if any(not surely_equal(size, tokens) for size in said):
+            return True
+        value = next((source for source in known if not is_said(dim(source, 0))), known[0])
+    return False
 
 
 def first_unequal(one: Sequence[Size], other: Sequence[Size]) -> tuple[Size, Size] | None:

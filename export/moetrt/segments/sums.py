@@ -6,7 +6,8 @@ from string import ascii_letters
 import onnx_ir as ir
 
 from moetrt.segments.reading import before_upcast, dim, dims, is_op, may_be_equal, rank
-from moetrt.segments.routes import Found, PerRoute, given, permutation_of, squeezed, summed_axis, take_weights
+from moetrt.segments.routes import Found, PerRoute, given, permutation_of, squeezed, summed_axis, take_weights, unlike
+from moetrt.segments.sizes import is_said, may_be_repeated
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def _columns_summed(product: ir.Value, end: ir.Node) -> Sum | None:
             found = Found(top_k)
             if top_k is None or dim(weights, -1) not in (top_k, dim(routes, -2)):
                 return None
+            if any(map(may_be_repeated, (dims(weights) or [])[:-2], (dims(routes) or [])[:-2])):
+                found.unlike = unlike(weights, routes)
             take_weights(found.here(weights), found)
             return Sum(routes, end, found)
     return None
@@ -168,6 +171,7 @@ def _einsum(node: ir.Node) -> Sum | None:
     for factor in operands:
         if factor is wide[0]:
             continue
+        check_letters(factor, wide[0], found, tokens)
         if factor.letters in (tokens, k, ""):
             of = {tokens: "t", k: "k", "": ""}[factor.letters]
             found.weights.append(PerRoute(before_upcast(factor.value), k_first, of=of, over=value))
@@ -176,6 +180,22 @@ def _einsum(node: ir.Node) -> Sum | None:
             return None
         take_weights(PerRoute(factor.value, k_first=factor.letters == k + tokens), found)
     return Sum(value, node, found)
+
+
+def check_letters(one: Lettered, other: Lettered, found: Found, tokens: str) -> None:
+    """Puts down where a letter's dimension may be 1 in one of two operands of an Einsum, which then is repeated.
+
+    Args:
+        one: an operand.
+        other: another one.
+        found: where it is put down.
+        tokens: the letters of the tokens, whose number both must say, or neither.
+    """
+    mine, theirs = (dict(zip(operand.letters, dims(operand.value) or [], strict=False)) for operand in (one, other))
+    for letter in mine.keys() & theirs.keys():
+        sizes = mine[letter], theirs[letter]
+        if may_be_repeated(*sizes) or (letter in tokens and is_said(sizes[0]) != is_said(sizes[1])):
+            found.unlike = found.unlike or unlike(one.value, other.value)
 
 
 def _plain_einsum(node: ir.Node, rows: Lettered, result: str) -> Sum | None:
@@ -209,5 +229,8 @@ def _matmul(node: ir.Node) -> Sum | None:
     if end is None:
         return None
     found = Found(_first_number(dim(routes, -2), dim(weights, -1 if weights is left else -2)))
+    tokens = [(dims(value) or [])[:-2] for value in (left, right)]
+    if any(map(may_be_repeated, *tokens)):
+        found.unlike = unlike(left, right)
     take_weights(found.here(weights), found)
     return Sum(routes, end, found)

@@ -77,6 +77,7 @@ class Seed:
         may_be_pooling: whether only a residual and a norm after it would show that it is a MoE tail.
         own_body: whether it is the operator's own body, inlined: what it adds has one row a token.
         placed: the rows with the B and S of ``value``, where the operands have T.
+        known: what the form has shown to follow from its operands, and is read by none of them.
     """
 
     form: str
@@ -90,8 +91,10 @@ class Seed:
     may_be_pooling: bool = False
     own_body: bool = False
     placed: ir.Value | None = None
+    known: tuple[ir.Value, ...] = ()
 
     @property
     def data(self) -> ir.DataType | None:
-        """The rows' dtype."""
-        return self.operands["gemm2_permuted"].value.dtype
+        """The rows' dtype, as the operator gets them."""
+        rows = self.operands["gemm2_permuted"]
+        return rows.cast_to or rows.value.dtype

@@ -1,0 +1,157 @@
+"""Case 42: values that need not be of one shape may be repeated where they meet; T is never K's partner."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto
+
+from benchmarks.fuzz_compare import Comparison, Session, feeds_of
+from moetrt.mapping_report import MappingReport
+from moetrt.onnx_op import attach_functions
+from tests.mapping_checks import mapped
+from tests.mapping_graphs import HIDDEN, TOP_K, Graph, NormForm
+
+INT64 = TensorProto.INT64
+Sizes = list[int | str]
+
+
+def compared(g: Graph, routed: str, tokens: str | int = "T") -> MappingReport:
+    """Adds a residual and a norm; maps, and compares at 0, 1, 3 (which is K) and 17 tokens, unnamed sizes 1 too."""
+    hidden = g.add(routed, g.input("residual", [tokens, HIDDEN]))
+    g.output(NormForm().write(g, hidden, rank=2), hidden)
+    model = g.model()
+    after, report = mapped(model)
+    protos = []
+    for each in (model, after):
+        copy = each.clone()
+        attach_functions(copy)
+        protos.append(ir.to_proto(copy))
+    session = Session(protos[0])
+    comparison, runs = Comparison(protos[0], protos[1], session), 0
+    for feeds in feeds_of(protos[0], 0):
+        outputs = session.run(feeds.values)
+        if outputs is not None:
+            runs += 1
+            assert comparison.wrong(feeds, outputs) is None
+    assert runs
+    return report
+
+
+def operator(report: MappingReport) -> str | None:
+    return report.sites[0].operator if report.sites else None
+
+
+def gathered(g: Graph, index: Sizes, weights: Sizes, *, masked: bool = False, axis: int = 1) -> str:
+    """Rows by a map, times the weights, summed over ``axis``, as the inputs lie."""
+    rows = g.input("rows", ["R", HIDDEN])
+    at, factor = g.input("map", index, INT64), g.input("weights", weights)
+    picked = g.op("Gather", rows, g.op("Max", at, g.const(0, INT64)), axis=0)
+    if masked:
+        keep = g.op("Unsqueeze", g.op("GreaterOrEqual", at, g.const(0, INT64)), g.ints(-1))
+        picked = g.op("Where", keep, picked, g.const(0.0))
+    products = g.mul(picked, g.op("Unsqueeze", factor, g.ints(-1)))
+    return g.op("ReduceSum", products, g.ints(axis), keepdims=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("index", "weights"),
+    [
+        ([TOP_K, "T"], ["T", TOP_K]),
+        (["T", TOP_K], [TOP_K, "T"]),
+        (["T", TOP_K], ["T", "U"]),
+        (["T", TOP_K], ["U", TOP_K]),
+        (["U", TOP_K], ["T", TOP_K]),
+        (["T", TOP_K], [1, TOP_K]),
+        (["T", TOP_K], ["T", 1]),
+        (["T", "U"], ["T", TOP_K]),
+        (["T", "K"], ["T", "K"]),
+        (["T", "T"], ["T", "T"]),
+        ([TOP_K, "T"], [TOP_K, "T"]),
+        ([TOP_K, TOP_K], [TOP_K, TOP_K]),
+        (["T", TOP_K], ["T", TOP_K]),
+    ],
+    ids=str,
+)
+def test_case_42_a_map_and_weights_of_other_shapes(index: Sizes, weights: Sizes, axis: int, masked: bool) -> None:
+    """Right at every T that the graph runs at, or not mapped."""
+    tokens = index[1 - axis] if index[1 - axis] != TOP_K else TOP_K
+    try:
+        report = compared(g := Graph(), gathered(g, index, weights, masked=masked, axis=axis), tokens)
+    except AssertionError as error:
+        if "assert 0" in str(error):
+            pytest.fail("the graph runs at no size")
+        raise
+    if index == weights and index[axis] == TOP_K and index[0] != index[1]:
+        assert operator(report) == "MoEFinalizeAddRMSNorm"
+    if {str(index), str(weights)} == {str([TOP_K, "T"]), str(["T", TOP_K])}:
+        assert operator(report) is None
+
+
+def test_case_42_says_which_values_meet() -> None:
+    g = Graph()
+    report = compared(g, gathered(g, [TOP_K, "T"], ["T", TOP_K]), TOP_K)
+    assert operator(report) is None
+    assert "either may be 1, and would be repeated; give both the same name or number" in str(report.sites[0].reason)
+
+
+@pytest.mark.parametrize("index", [["T", TOP_K], [TOP_K, "T"]], ids=str)
+@pytest.mark.parametrize("equation", ["tk,tkh->th", "kt,tkh->th", "tk,kth->th", "kt,kth->th"])
+def test_case_42_an_einsum(equation: str, index: Sizes) -> None:
+    """ONNX Runtime repeats a 1 along the letter's dimension in the other operand."""
+    g = Graph()
+    rows, at = g.input("rows", ["R", HIDDEN]), g.input("map", index, INT64)
+    picked = g.op("Gather", rows, g.op("Max", at, g.const(0, INT64)), axis=0)
+    letters = equation.partition(",")[0]
+    weights = g.input("weights", ["T" if letter == "t" else TOP_K for letter in letters])
+    right = (equation[3:6] == "tkh") == (index[0] == "T")
+    report = compared(g, g.op("Einsum", weights, picked, equation=equation))
+    assert operator(report) == ("MoEFinalizeAddRMSNorm" if right else None)
+
+
+@pytest.mark.parametrize("tokens", ["T", "U", 1])
+def test_case_42_a_product(tokens: str | int) -> None:
+    g = Graph()
+    rows, at = g.input("rows", ["R", HIDDEN]), g.input("map", ["T", TOP_K], INT64)
+    picked = g.op("Gather", rows, g.op("Max", at, g.const(0, INT64)), axis=0)
+    weights = g.op("Unsqueeze", g.input("weights", [tokens, TOP_K]), g.ints(1))
+    report = compared(g, g.op("Squeeze", g.op("MatMul", weights, picked), g.ints(1)))
+    assert (operator(report) == "MoEFinalizeAddRMSNorm") == (tokens == "T")
+
+
+@pytest.mark.parametrize(
+    "shape", [["T", HIDDEN], [HIDDEN, "T"], ["U", HIDDEN], [1, HIDDEN], ["T", "U"], [3, HIDDEN]], ids=str
+)
+def test_case_42_what_is_added(shape: Sizes) -> None:
+    """A residual of [H, T] is repeated at T = 1; so is one of another dimension's name or number."""
+    g = Graph()
+    added = g.add(gathered(g, ["T", TOP_K], ["T", TOP_K]), g.input("shared", shape))
+    site = compared(g, added).sites[0]
+    assert (site.operator == "MoEFinalizeAddRMSNorm") == (shape == ["T", HIDDEN])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_case_42_a_gather_along_the_columns(axis: int) -> None:
+    """Along axis 1 the map picks columns, and no rows."""
+    g = Graph()
+    rows, at = g.input("rows", ["R", "R"] if axis else ["R", HIDDEN]), g.input("map", ["T", TOP_K], INT64)
+    picked = g.op("Gather", rows, g.op("Max", at, g.const(0, INT64)), axis=axis)
+    if axis:
+        picked = g.op("Slice", g.op("Transpose", picked, perm=[1, 2, 0]), g.ints(0), g.ints(HIDDEN), g.ints(2))
+    weights = g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1))
+    report = compared(g, g.op("ReduceSum", g.mul(picked, weights), g.ints(1), keepdims=0))
+    assert (operator(report) == "MoEFinalizeAddRMSNorm") == (axis == 0)
+
+
+def test_case_42_weights_of_a_matrix_with_fewer_rows() -> None:
+    """A ScatterElements takes fewer rows of weights than the matrix has, which then has rows of 0."""
+    g = Graph()
+    rows = g.input("rows", [4, "T", HIDDEN])
+    scores = g.input("scores", ["U", 4])
+    weights = g.op("TopK", scores, g.ints(2), count=2)
+    size = g.op("Concat", g.op("Shape", rows, start=1, end=2), g.ints(4), axis=0)
+    matrix = g.op("ScatterElements", g.op("Expand", g.const(0.0), size), f"{weights}_1", weights, axis=1)
+    report = compared(g, g.op("Einsum", matrix, rows, equation="te,eth->th"))
+    assert operator(report) is None
