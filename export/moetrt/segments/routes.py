@@ -444,6 +444,9 @@ def take_weights(place: PerRoute, found: Found) -> None:
             found.masks.append(replace(mask, factor=place))
     elif source is not None and before_upcast(place.value) is source:
         take_weights(replace(place, value=source), found)
+    elif node is not None and not all(_has_shape_of(operand, place.value) for operand in node.inputs):
+        # What is repeated has no number for each route: the product is the weights.
+        found.weights.append(place)
     elif node is not None and is_op(node, "Where") and (kept := _split_where(node)) is not None:
         mask = _mask(replace(place, value=given(node.inputs[0])), kept is node.inputs[1], found)
         if mask is None:
@@ -464,6 +467,14 @@ def take_weights(place: PerRoute, found: Found) -> None:
             found.counted += factors.counted
     else:
         found.weights.append(place)
+
+
+def _has_shape_of(operand: ir.Value | None, value: ir.Value) -> bool:
+    """Whether an operand is not repeated in ``value``; the 0 of a Where is."""
+    if operand is None or scalar(operand) == 0:
+        return True
+    shape, whole = dims(operand) or [], dims(value) or []
+    return len(shape) == len(whole) and not any(map(may_be_repeated, shape, whole))
 
 
 def _is_bool_cast(value: ir.Value | None) -> bool:

@@ -54,13 +54,40 @@ def column_sizes(value: ir.Value, other: Sequence[Size]) -> list[Size]:
     source: ir.Value | None = value
     while len(long) == 1 and source is not None and not is_said(sizes[long[0]]):
         node = source.producer()
-        source = node.inputs[0] if node is not None and is_op(node, "Cast", *SHAPE_OPS) else None
+        source = _of_same_length(node) if node is not None else None
         before = [size for size in (dims(source) or [None]) if size != 1] if source is not None else []
         if before and all(map(is_said, before)):
             number = before[0] if len(before) == 1 else "*".join(f"({size})" for size in before)
             sizes[long[0]] = number if len(before) == 1 or _symbols(number) & _symbols(other[long[0]]) else None
             break
     return sizes
+
+
+_BY_ELEMENT = (
+    *("Add", "Sub", "Mul", "Div", "Mod", "Neg", "Not", "Sigmoid", "Where", "Max", "Min", "Clip"),
+    *("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"),
+)
+
+
+def _of_same_length(node: ir.Node) -> ir.Value | None:
+    """What has as many numbers as the column that ``node`` gives; None where that is not known."""
+    if is_op(node, "Cast", *SHAPE_OPS):
+        return node.inputs[0]
+    if is_op(node, "Gather"):
+        return node.inputs[1] if len(_sizes(node.inputs[0])) == 1 else None
+    if is_op(node, "TopK"):
+        # A sort takes as many as there are: the K of torch's is the Shape of what is sorted.
+        counted = node.inputs[1].producer() if node.inputs[1] is not None else None
+        while counted is not None and is_op(counted, "Cast", *SHAPE_OPS) and counted.inputs[0] is not None:
+            counted = counted.inputs[0].producer()
+        return counted.inputs[0] if counted is not None and is_op(counted, "Shape") else None
+    columns = [value for value in node.inputs if any(size != 1 for size in _sizes(value))]
+    return columns[0] if len(columns) == 1 and is_op(node, *_BY_ELEMENT) else None
+
+
+def _sizes(value: ir.Value | None) -> Sequence[Size]:
+    known = dims(value) if value is not None else []
+    return [None] if known is None else known
 
 
 def _symbols(size: Size) -> frozenset[str]:
@@ -84,7 +111,8 @@ def has_other_length(value: ir.Value, tokens: Size) -> bool:
             value = node.inputs[0]  # behind the first dimension, or that would be 1
             continue
         known = [source for source in node.inputs if source is not None and rank(source) == rank(value)]
-        said = [dim(source, 0) for source in known if is_said(dim(source, 0)) and dim(source, 0) != 1]
+        firsts = [column_sizes(source, [tokens] * (rank(source) or 0))[0] for source in known]
+        said = [size for size in firsts if is_said(size) and size != 1]
         if any(surely_equal(size, tokens) for size in said) and is_op(node, *_OTHER_LENGTH):
             return True
         if is_op(node, *SHAPE_OPS) or not known:
