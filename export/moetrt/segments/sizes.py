@@ -47,19 +47,23 @@ def may_be_repeated(one: Size, other: Size) -> bool:
 def column_sizes(value: ir.Value, other: Sequence[Size]) -> list[Size]:
     """The dimensions of ``value``; the length of a column that a Reshape made is the number of what was reshaped.
 
-    Where that number ("3*T") has no symbol of ``other``, which says the same otherwise ("N"), it stays unknown.
+    Where that number ("3*T") has no symbol of ``other``, which says the same otherwise ("N"), it is taken for unknown.
     """
     sizes = list(dims(value) or [])
     long = [axis for axis, size in enumerate(sizes) if size != 1]
+    if len(long) != 1:
+        return sizes
     source: ir.Value | None = value
-    while len(long) == 1 and source is not None and not is_said(sizes[long[0]]):
+    while source is not None and not is_said(sizes[long[0]]):
         node = source.producer()
         source = _of_same_length(node) if node is not None else None
         before = [size for size in (dims(source) or [None]) if size != 1] if source is not None else []
         if before and all(map(is_said, before)):
-            number = before[0] if len(before) == 1 else "*".join(f"({size})" for size in before)
-            sizes[long[0]] = number if len(before) == 1 or _symbols(number) & _symbols(other[long[0]]) else None
+            sizes[long[0]] = before[0] if len(before) == 1 else "*".join(f"({size})" for size in before)
             break
+    number = sizes[long[0]]
+    if isinstance(number, str) and "*" in number and not _symbols(number) & _symbols(other[long[0]]):
+        sizes[long[0]] = None
     return sizes
 
 
