@@ -90,8 +90,25 @@ def fill_in_shapes(model: ir.Model) -> None:
     if any(value.dtype is None or value.shape is None for value in values):
         _fill_by_onnx(model)
         _fill_bodies(model)
-    if any(_lacks_width(node) for graph in model.graphs() for node in graph):
-        _fill_symbols(model)
+    if _lacks_widths(model):
+        # Others' optimisers leave the names ("unk__1") that onnx made up before it knew what it knows now.
+        with _forgotten(filter(_has_unknown, values)):
+            _fill_by_onnx(model)
+        if _lacks_widths(model):
+            _fill_symbols(model)
+    _fill_updates(model)
+
+
+def _fill_updates(model: ir.Model) -> None:
+    """What a ScatterElements puts at its indices has their shape; TorchScript slices it to that, onnx cannot tell."""
+    for node in (node for graph in model.graphs() for node in graph if is_op(node, "ScatterElements")):
+        _, index, updates = node.inputs
+        if index is None or index.shape is None or updates is None or rank(updates) != rank(index):
+            continue
+        if updates.shape is not None and any(map(_is_unknown, updates.shape)):
+            updates.shape = ir.Shape(
+                [new if _is_unknown(old) else old for old, new in zip(updates.shape, index.shape, strict=True)]
+            )
 
 
 def fill_in_unknown(model: ir.Model) -> None:
@@ -103,13 +120,13 @@ def fill_in_unknown(model: ir.Model) -> None:
 
 @contextmanager
 def _forgotten(values: Iterable[ir.Value]) -> Iterator[None]:
-    """The block finds the shapes of ``values`` anew; one that it does not find stays what it was."""
+    """The block finds the shapes of ``values`` anew; one that it does not find stays what it was, as numbers do."""
     before = {value: value.shape for value in values}
     for value in before:
         value.shape = None
     yield
     for value, shape in before.items():
-        value.shape = value.shape or shape
+        value.shape = shape if value.shape is None else _with_numbers(shape, value.shape)
 
 
 def fill_in_types(model: ir.Model) -> None:
@@ -222,8 +239,15 @@ def _infer_symbols(model: ir.Model, *, merge: bool) -> None:
             continue
         known = ir.from_proto(info)
         _set_dtype(value, known)
-        if _has_unknown(value):
-            value.shape = known.shape or value.shape
+        if _has_unknown(value) and known.shape is not None:
+            value.shape = _with_numbers(value.shape, known.shape)
+
+
+def _with_numbers(shape: ir.Shape | None, found: ir.Shape) -> ir.Shape:
+    """``found``, with the numbers of ``shape``: one inference makes up names for what another one knows."""
+    if shape is None or len(shape) != len(found):
+        return found
+    return ir.Shape([old if isinstance(old, int) else new for old, new in zip(shape, found, strict=True)])
 
 
 def _meets_several(node: ir.Node) -> bool:
@@ -232,6 +256,10 @@ def _meets_several(node: ir.Node) -> bool:
         return False
     counts = [dim(value, 0) for value in node.inputs if value is not None]
     return counts[0] != counts[1] and any(isinstance(size, str) and re.match(r"\d+\*", size) for size in counts)
+
+
+def _lacks_widths(model: ir.Model) -> bool:
+    return any(_lacks_width(node) for graph in model.graphs() for node in graph)
 
 
 def _lacks_width(node: ir.Node) -> bool:
