@@ -294,6 +294,35 @@ def test_case_54_two_numbers_a_byte(tmp_path: Path) -> None:
     assert torch.equal(got[...], Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32))
 
 
+@pytest.mark.parametrize("scales", [(1, 8), (8, 8), (2, 1, 8)])
+def test_case_53_a_scale_for_each_column_is_of_no_format(tmp_path: Path, scales: tuple[int, ...]) -> None:
+    """No tool writes one: it would be a row's scale, turned, which fits a square weight too."""
+    weight = torch.ones(*scales[:-2], 8, 8).to(E4M3)
+    tensors = stored(tmp_path / "f", {"a.weight": weight, "a.weight_scale": torch.ones(scales)})
+    with pytest.raises(InputError, match=r"one scale, one for each row, or one for each block .* is taken"):
+        dequantize(tensors, Declared(None, fp4=False), "it")
+
+
+def test_case_54_a_weight_beside_its_own_blocks_is_refused(tmp_path: Path) -> None:
+    tensors = {
+        "a.down_proj": torch.zeros(1, 32, 2),
+        "a.down_proj_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8),
+        "a.down_proj_scales": torch.full((1, 2, 1), 127, dtype=torch.uint8),
+    }
+    declared = Declared(None, fp4=False)
+    with pytest.raises(InputError, match=r"have both a.down_proj and a.down_proj_blocks for a.down_proj; one spelling"):
+        dequantize(stored(tmp_path / "f", tensors), declared, "it")
+    del tensors["a.down_proj"]
+    assert list(dequantize(stored(tmp_path / "g", tensors), declared, "it")) == ["a.down_proj"]
+
+
+@pytest.mark.parametrize("size", ["128", [0, 128], [128], [128, 128, 1], 128])
+def test_case_54_a_block_of_another_form_is_refused(folder: Path, size: object) -> None:
+    configure(folder, quantization_config={"quant_method": "fp8", "weight_block_size": size})
+    with pytest.raises(InputError, match=r"its weight_block_size was .*; two numbers of 1 or more are taken$"):
+        load_source(folder)
+
+
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}
 
 

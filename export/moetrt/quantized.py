@@ -69,9 +69,12 @@ def read_declared(folder: Path, where: str) -> Declared:
         name = _not_taken(part)
         if name:
             raise InputError(f"{where}: its weights are quantised as {name}; {TAKEN}")
-        sizes = part.get("weight_block_size") or next(_find(part, "block_structure"), None)
+        stated = part.get("weight_block_size")
+        sizes = stated or next(_find(part, "block_structure"), None)
         if isinstance(sizes, list) and len(sizes) == 2 and all(isinstance(size, int) and size > 0 for size in sizes):
             block = (sizes[0], sizes[1])
+        elif stated is not None:
+            raise InputError(f"{where}: its weight_block_size was {stated!r}; two numbers of 1 or more are taken")
     return Declared(block, fp4="fp4" in _find(config, "expert_dtype"))
 
 
@@ -134,6 +137,8 @@ def dequantize(stored: Mapping[str, Stored], declared: Declared, where: str) -> 
         base = name.removesuffix("_blocks")
         scales = stored.get(f"{base}_scales")
         if base != name and scales is not None and blocks.dtype == scales.dtype == "U8":
+            if base in stored:
+                raise InputError(f"{where}: its weights have both {base} and {name} for {base}; one spelling is taken")
             del joined[name], joined[f"{base}_scales"]
             joined[base] = _mxfp4(base, blocks, scales, where)
     for name, weight in stored.items():
@@ -222,7 +227,7 @@ def _spread(
         return lambda factor: factor[..., None]
     if len(scales) != len(shape):
         return None
-    if all(ours in (1, theirs) for ours, theirs in zip(scales, shape, strict=True)):
+    if scales[-1] == 1 and all(ours in (1, theirs) for ours, theirs in zip(scales, shape, strict=True)):
         return lambda factor: factor
     if block is None or len(shape) < 2:
         return None
