@@ -101,25 +101,25 @@ _OTHER_LENGTH = ("Slice", "Concat", "Pad", "Tile", "Compress", "Split")
 _MOST_STEPS = 16
 
 
-def has_other_length(value: ir.Value, tokens: Size) -> bool:
-    """Whether the unknown first dimension of ``value`` is made of ``tokens`` and another one, or is a part of it."""
+def has_other_length(value: ir.Value, tokens: Size, axis: int = 0) -> bool:
+    """Whether the unknown dimension ``axis`` of ``value`` is made of ``tokens`` and another one, or is a part of it."""
     for _ in range(_MOST_STEPS):
         node = value.producer()
-        if node is None or is_said(dim(value, 0)):
+        if node is None or is_said(dim(value, axis)):
             return False
-        if is_op(node, "Unsqueeze") and node.inputs[0] is not None and (rank(node.inputs[0]) or 0) > 1:
+        if is_op(node, "Unsqueeze") and axis == 0 and node.inputs[0] is not None and (rank(node.inputs[0]) or 0) > 1:
             value = node.inputs[0]  # behind the first dimension, or that would be 1
             continue
         known = [source for source in node.inputs if source is not None and rank(source) == rank(value)]
-        firsts = [column_sizes(source, [tokens] * (rank(source) or 0))[0] for source in known]
-        said = [size for size in firsts if is_said(size) and size != 1]
+        sizes = [column_sizes(source, [tokens] * (rank(source) or 0))[axis] for source in known]
+        said = [size for size in sizes if is_said(size) and size != 1]
         if any(surely_equal(size, tokens) for size in said) and is_op(node, *_OTHER_LENGTH):
             return True
         if is_op(node, *SHAPE_OPS) or not known:
             return False
         if any(not surely_equal(size, tokens) for size in said):
             return True
-        value = next((source for source in known if not is_said(dim(source, 0))), known[0])
+        value = next((source for source in known if not is_said(dim(source, axis))), known[0])
     return False
 
 
