@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from benchmarks.fuzz_compare import Comparison, Session, feeds_of
 from moetrt.mapping import map_model
@@ -197,3 +197,28 @@ def test_case_42_a_part_of_a_map_of_routes_by_tokens() -> None:
     picked = g.op("Gather", g.input("rows", ["R", HIDDEN]), g.op("Max", at, g.const(0, INT64)), axis=0)
     products = g.mul(picked, g.op("Unsqueeze", g.input("weights", [TOP_K, "T"]), g.ints(-1)))
     compared(g, g.op("ReduceSum", products, g.ints(0), keepdims=0))
+
+
+@pytest.mark.parametrize(("column", "taken"), [(f"{TOP_K}*T", True), ("U", False)])
+def test_case_42_a_column_of_several_times_the_tokens(column: str, taken: bool) -> None:
+    """Several times the tokens are no 1, whatever the rows' own number is named; another name may be 1."""
+    g = Graph()
+    flat = g.op("Reshape", g.input("weights", ["T", TOP_K]), g.ints(-1, 1))
+    g.values.append(helper.make_tensor_value_info(flat, TensorProto.FLOAT, [column, 1]))
+    products = g.op("Reshape", g.mul(g.input("rows", ["N", HIDDEN]), flat), g.ints(-1, TOP_K, HIDDEN))
+    report = compared(g, g.op("ReduceSum", products, g.ints(1), keepdims=0))
+    assert operator(report) == ("MoEFinalizeAddRMSNorm" if taken else None)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_case_42_what_is_scattered_has_the_shape_of_its_indices(cut: bool) -> None:
+    """TorchScript cuts the weights to that shape, which onnx cannot tell; of more columns, the first are taken."""
+    g = Graph()
+    rows, index = g.input("rows", ["R", HIDDEN]), g.input("map", ["T", TOP_K], INT64)
+    weights = g.input("weights", ["T", TOP_K + 2 if cut else TOP_K])
+    size = g.op("Concat", g.op("Shape", index, end=1), g.op("Shape", rows, end=1), axis=0)
+    at = g.op("Max", index, g.const(0, INT64))
+    sliced = g.op("Slice", weights, g.ints(0, 0), g.op("Shape", at))
+    matrix = g.op("ScatterElements", g.op("Expand", g.const(0.0), size), at, sliced, axis=1, reduction="add")
+    report = compared(g, g.op("MatMul", matrix, rows))
+    assert operator(report) == "MoEFinalizeAddRMSNorm"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from moetrt.graphs import graphs_of
 from moetrt.removal import remove_dead
 from moetrt.segments.constants import constant, ints, scalar
 from moetrt.segments.reading import dim, dims, elements, is_op, rank
@@ -28,7 +29,7 @@ def plain_choices(model: ir.Model) -> bool:
     """
     shapes_changed = False
     prefixes = tuple(_INLINED + name for name in OPERATORS)
-    for graph in model.graphs():
+    for graph in graphs_of(model):
         _rename_values(list(graph.initializers.values()), prefixes)
         for node in list(graph):
             if node.graph is None:

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import onnx_ir as ir
 
 from moetrt.bounds import Bound, as_json, bounds_of
 from moetrt.errors import MoetrtError
+from moetrt.graphs import nodes_of
 from moetrt.mapping import TAILS_EXPECTED, check_operator_node, map_model
 from moetrt.mapping_report import MAPPED_FORM, Site, attribute_line, operand_line
 from moetrt.onnx_files import load_model
@@ -137,7 +137,7 @@ def inspect_file(path: str | os.PathLike[str]) -> Inspection:
     warnings: list[str] = []
     refused: list[str] = []
     tails: list[TailNode] = []
-    for node in _nodes(model):
+    for node in nodes_of(model):
         warnings += spelling_differences(node)
         if operator_of(node) is not None:
             tails.append(_tail(node, model, refused))
@@ -162,10 +162,6 @@ def inspect_file(path: str | os.PathLike[str]) -> Inspection:
     warnings += _function_warnings(model, tails)
     warnings += _graph_warnings(model)
     return inspection
-
-
-def _nodes(model: ir.Model) -> Iterator[ir.Node]:
-    return (node for graph in model.graphs() for node in graph)
 
 
 def _text(node: ir.Node, name: str) -> str | None:
@@ -297,7 +293,7 @@ def _function_warnings(model: ir.Model, tails: list[TailNode]) -> list[str]:
 def _graph_warnings(model: ir.Model) -> list[str]:
     unsorted = [
         node.name
-        for node in _nodes(model)
+        for node in nodes_of(model)
         if node.op_type == "TopK" and node.domain == "" and node.attributes.get_int("sorted", 1) == 0
     ]
     if not unsorted:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from moetrt.bounds import bounds_of
 from moetrt.errors import InputError, MoetrtError
 from moetrt.files import Named, check_distinct, output_file, sole_writer, write_atomically
+from moetrt.graphs import graphs_of, nodes_of
 from moetrt.inlined import plain_choices
 from moetrt.inlining import inline_functions, normalise_domains
 from moetrt.mapping_report import MAPPED_FORM, MappingReport, ModelFile, Site
@@ -65,6 +66,19 @@ TAILS_EXPECTED = "moetrt.tails_expected"
 """Key of the model's metadata under which capture writes how many tails the model has."""
 
 
+@contextmanager
+def _collections_paused() -> Iterator[None]:
+    """No garbage collection: all that is made here lives on, and looking it through again makes large graphs slower."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collections_paused()
 def map_file(
     source_path: str | os.PathLike[str],
     output_path: str | os.PathLike[str],
@@ -95,18 +109,21 @@ def map_file(
         report = map_model(model, function=function)
     except MoetrtError as error:
         raise type(error)(f"ONNX model '{os.fspath(source_path)}': {error}") from error
-    problem = inference_problem(model)
-    if problem is not None:
-        if inference_problem(load_model(source_path)) is None:
-            raise InputError(f"mapping '{os.fspath(source_path)}' gave a model whose shapes do not fit: {problem}")
-        report.notes.append(f"shape inference stops, as it does on the model before mapping: {problem}")
+
+    def check_shapes(proto: onnx.ModelProto) -> None:
+        problem = _problem_of(proto)
+        if problem is not None:
+            if inference_problem(load_model(source_path)) is None:
+                raise InputError(f"mapping '{os.fspath(source_path)}' gave a model whose shapes do not fit: {problem}")
+            report.notes.append(f"shape inference stops, as it does on the model before mapping: {problem}")
+
     folder = Path(output_path if report_path is None else report_path).parent
     report.source_model = ModelFile.of(source_path, folder)
     with ExitStack() as stack:
         stack.enter_context(sole_writer(output_path, progress))
         # Renamed after the model is, but its place is known to be writable before.
         temporary = None if report_path is None else stack.enter_context(write_atomically(report_path))
-        save_model(model, output_path, progress=progress)
+        save_model(model, output_path, progress=progress, check=check_shapes)
         report.model = ModelFile.of(output_path, folder)
         if temporary is not None:
             report.write_json(temporary)
@@ -131,18 +148,6 @@ def _check_files(
         check_distinct(inputs, [("output file", output), data, *reports])
 
 
-@contextmanager
-def _collections_paused() -> Iterator[None]:
-    """No garbage collection: all that is made here lives on, and looking it through again makes large graphs slower."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @_collections_paused()
 def inference_problem(model: ir.Model) -> str | None:
     """What strict shape inference says against ``model``, on one line; None where it is content.
@@ -150,7 +155,10 @@ def inference_problem(model: ir.Model) -> str | None:
     Raises:
         RuntimeError: as of `moetrt.onnx_files.proto_of`.
     """
-    proto = without_external_data(proto_of(model))
+    return _problem_of(without_external_data(proto_of(model)))
+
+
+def _problem_of(proto: onnx.ModelProto) -> str | None:
     try:
         onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:  # onnx raises its own InferenceError, and ValueError from its parts
@@ -173,7 +181,7 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     opset = model.graph.opset_imports.get("", 0)
     if opset < OLDEST_OPSET:
         raise InputError(f"the opset was {opset}; {OLDEST_OPSET} or later is taken")
-    for node in _all_nodes(model):
+    for node in nodes_of(model):
         if operator_of(node) is not None:
             check_operator_node(node)
     remove_functions(model)
@@ -182,16 +190,16 @@ def map_model(model: ir.Model, *, function: bool = True) -> MappingReport:
     unify_formulas(model)
     fill_in_shapes(model)
     # Before anything is taken out: what does not fit may lie in a tail, and would not be seen any more.
-    check_types(_all_nodes(model), opset)
+    check_types(nodes_of(model), opset)
     if plain_choices(model):
         fill_in_unknown(model)
     mapper = _Mapper(_names(model))
-    for graph in model.graphs():
+    for graph in graphs_of(model):
         for node in list(graph):
             if node.graph is graph:
                 mapper.map_node(node)
     heard = [*_routed_operands(model), *mapper.left_alone]
-    routers = [*unheard_routers(_all_nodes(model), heard), *untyped_routers(_all_nodes(model), heard)]
+    routers = [*unheard_routers(nodes_of(model), heard), *untyped_routers(nodes_of(model), heard)]
     sites = mapper.sites + [_node_site(node, ROUTER_FORM, reason) for node, reason in routers]
     report = MappingReport(sites, _expected(model), sort_topk(model), notes)
     for value, shape in unnamed.items():
@@ -225,7 +233,7 @@ def check_operator_node(node: ir.Node) -> None:
 
 def _routed_operands(model: ir.Model) -> Iterator[ir.Value]:
     """The weights and maps of the model's plugin nodes; where no router made these, what their rows' router gives."""
-    for node in _all_nodes(model):
+    for node in nodes_of(model):
         if operator_of(node) is not None:
             inputs = named_inputs(node)
             routed = [inputs[name] for name in ("expert_weights", "expanded_idx_to_permuted_idx") if name in inputs]
@@ -235,13 +243,9 @@ def _routed_operands(model: ir.Model) -> Iterator[ir.Value]:
                 yield from () if router is None else (router,)
 
 
-def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    return (node for graph in model.graphs() for node in graph)
-
-
 def _forget_functions(model: ir.Model) -> None:
     """Leaves the bare nodes: no overload names a function that is not there."""
-    for node in _all_nodes(model):
+    for node in nodes_of(model):
         if operator_of(node) is not None:
             node.overload = ""
             model.graph.opset_imports[DOMAIN] = OPSET_VERSION
@@ -265,7 +269,7 @@ def _ends_a_layer(seed: Seed) -> bool:
 def _names(model: ir.Model) -> set[str]:
     """The names of all nodes and values, and of the scopes that they say they are in."""
     names: set[str] = set()
-    for graph in model.graphs():
+    for graph in graphs_of(model):
         values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
         for name in filter(None, (*(node.name for node in graph), *(value.name for value in values))):
             while name and name not in names:
@@ -636,7 +640,7 @@ def sort_topk(model: ir.Model) -> int:
         how many did not before.
     """
     changed = 0
-    for node in _all_nodes(model):
+    for node in nodes_of(model):
         if node.op_type == "TopK" and node.domain == "" and node.attributes.get_int("sorted", 1) == 0:
             node.attributes["sorted"] = ir.AttrInt64("sorted", 1)
             changed += 1

@@ -17,6 +17,7 @@ from moetrt.errors import InputError
 from moetrt.external_data import check_external_data, claim_marks, mark_of, new_mark
 from moetrt.file_copy import copy_range, data_ranges, shares_blocks
 from moetrt.files import Named, check_distinct, existing_file, output_file, write_atomically
+from moetrt.graphs import graphs_of
 from moetrt.node_order import sort_nodes
 from moetrt.quiet import quiet
 from moetrt.spec import DOMAIN, OPERATORS
@@ -58,7 +59,7 @@ def _initializer_place(value: ir.Value, tensor: ir.TensorProtocol) -> _Place:
 
 def _places(model: ir.Model) -> Iterator[_Place]:
     """Every initializer, and every tensor attribute whose data is external already."""
-    for graph in model.graphs():
+    for graph in graphs_of(model):
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield _initializer_place(value, value.const_value)
@@ -282,7 +283,13 @@ def _check_external(source: Path, folder: Path, tensor: ir.ExternalTensor) -> No
         )
 
 
-def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Callable[[str], None] | None = None) -> Path:
+def save_model(
+    model: ir.Model,
+    path: str | os.PathLike[str],
+    *,
+    progress: Callable[[str], None] | None = None,
+    check: Callable[[onnx.ModelProto], None] | None = None,
+) -> Path:
     """Writes ``model`` to ``path`` after checking it; nothing is replaced unless all of it could be written.
 
     Tensors above ``SMALL_TENSOR_BYTES`` go to one file ``<name of path>.data`` in the same folder, under its relative
@@ -296,6 +303,8 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
         model: the model.
         path: the ``.onnx`` file.
         progress: called with a few words now and then while the data file is written.
+        check: called with the message that is written, without its external data, before anything is replaced; what it
+            raises passes through.
 
     Returns:
         ``path``.
@@ -330,6 +339,8 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, progress: Calla
             proto = proto_of(model)
             claim_marks(proto, marks)
             check_proto(proto, target)
+            if check is not None:
+                check(without_external_data(proto))
             temporary.write_bytes(proto.SerializeToString(deterministic=True))
     except BaseException as error:
         for place in places:

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 from onnx import numpy_helper
 
+from moetrt.graphs import graphs_of, nodes_of
 from moetrt.inference import prepare
 from moetrt.onnx_files import without_external_data
 from moetrt.onnx_op import attach_functions, remove_functions
@@ -45,7 +46,7 @@ def unify_formulas(model: ir.Model) -> None:
     Who writes such names has traced the graph with sizes above 1: what is joined there is of one length, or the trace
     would have failed. Two plain names may be of different lengths, one of which is 1 on some runs.
     """
-    values = [value for graph in model.graphs() for node in graph for value in node.outputs]
+    values = [value for node in nodes_of(model) for value in node.outputs]
     if not any(
         map(_is_formula, {size.value for value in values for size in value.shape or () if not isinstance(size, int)})
     ):
@@ -57,17 +58,16 @@ def unify_formulas(model: ir.Model) -> None:
             size = names[size]
         return size
 
-    for graph in model.graphs():
-        for node in graph:
-            shapes = [value.shape for value in node.inputs if value is not None and value.shape is not None]
-            for one, other in combinations(shapes, 2) if is_op(node, *_ELEMENTWISE) else ():
-                # Aligned at their last dimensions, as they are broadcast.
-                for first, second in zip(reversed(one), reversed(other), strict=False):
-                    if isinstance(first, int) or isinstance(second, int) or not first.value or not second.value:
-                        continue
-                    pair = sorted((name_of(first.value), name_of(second.value)), key=_is_formula)
-                    if pair[0] != pair[1] and _is_formula(pair[1]):
-                        names[pair[1]] = pair[0]
+    for node in nodes_of(model):
+        shapes = [value.shape for value in node.inputs if value is not None and value.shape is not None]
+        for one, other in combinations(shapes, 2) if is_op(node, *_ELEMENTWISE) else ():
+            # Aligned at their last dimensions, as they are broadcast.
+            for first, second in zip(reversed(one), reversed(other), strict=False):
+                if isinstance(first, int) or isinstance(second, int) or not first.value or not second.value:
+                    continue
+                pair = sorted((name_of(first.value), name_of(second.value)), key=_is_formula)
+                if pair[0] != pair[1] and _is_formula(pair[1]):
+                    names[pair[1]] = pair[0]
     for value in values if names else ():
         if value.shape is not None and any(not isinstance(size, int) and size.value in names for size in value.shape):
             sizes = [
@@ -86,30 +86,47 @@ def fill_in_shapes(model: ir.Model) -> None:
 
     Where inference stops, nothing is changed: who needs a shape then says that it is not known.
     """
-    values = [value for graph in model.graphs() for node in graph for value in node.outputs]
+    values = [value for node in nodes_of(model) for value in node.outputs]
     if any(value.dtype is None or value.shape is None for value in values):
         _fill_by_onnx(model)
         _fill_bodies(model)
-    if any(_lacks_width(node) for graph in model.graphs() for node in graph):
-        _fill_symbols(model)
+    if _lacks_widths(model):
+        # Others' optimisers leave the names ("unk__1") that onnx made up before it knew what it knows now.
+        with _forgotten(filter(_has_unknown, values)):
+            _fill_by_onnx(model)
+        if _lacks_widths(model):
+            _fill_symbols(model)
+    _fill_updates(model)
+
+
+def _fill_updates(model: ir.Model) -> None:
+    """What a ScatterElements puts at its indices has their shape; TorchScript slices it to that, onnx cannot tell."""
+    for node in (node for node in nodes_of(model) if is_op(node, "ScatterElements")):
+        _, index, updates = node.inputs
+        if index is None or index.shape is None or updates is None or rank(updates) != rank(index):
+            continue
+        if updates.shape is not None and any(map(_is_unknown, updates.shape)):
+            updates.shape = ir.Shape(
+                [new if _is_unknown(old) else old for old, new in zip(updates.shape, index.shape, strict=True)]
+            )
 
 
 def fill_in_unknown(model: ir.Model) -> None:
     """Gives values with an unknown dimension what can be inferred now that the graph is another one."""
-    values = [value for graph in model.graphs() for node in graph for value in node.outputs if _has_unknown(value)]
+    values = [value for node in nodes_of(model) for value in node.outputs if _has_unknown(value)]
     with _forgotten(values):
         fill_in_shapes(model)
 
 
 @contextmanager
 def _forgotten(values: Iterable[ir.Value]) -> Iterator[None]:
-    """The block finds the shapes of ``values`` anew; one that it does not find stays what it was."""
+    """The block finds the shapes of ``values`` anew; one that it does not find stays what it was, as numbers do."""
     before = {value: value.shape for value in values}
     for value in before:
         value.shape = None
     yield
     for value, shape in before.items():
-        value.shape = value.shape or shape
+        value.shape = shape if value.shape is None else _with_numbers(shape, value.shape)
 
 
 def fill_in_types(model: ir.Model) -> None:
@@ -117,7 +134,7 @@ def fill_in_types(model: ir.Model) -> None:
 
     A file of a graph editor may say nothing of its inner values. Where inference stops, nothing is changed.
     """
-    values = [value for graph in model.graphs() for node in graph for value in node.outputs]
+    values = [value for node in nodes_of(model) for value in node.outputs]
     if any(value.dtype is None or value.shape is None for value in values):
         _infer(model)
 
@@ -148,7 +165,7 @@ def _fill_bodies(model: ir.Model) -> None:
 
     A TopK's K may be computed by a few nodes; of the outer graph's own, `_fill_symbols` knows them.
     """
-    bodies = [graph for graph in model.graphs() if graph is not model.graph]
+    bodies = [graph for graph in graphs_of(model) if graph is not model.graph]
     values = [value for graph in bodies for node in graph for value in node.outputs]
     unknown = [value for value in values if _has_unknown(value)]
     while unknown:
@@ -228,8 +245,15 @@ def _infer_symbols(model: ir.Model, same: Mapping[str, str]) -> None:
             continue
         known = ir.from_proto(info)
         _set_dtype(value, known)
-        if _has_unknown(value):
-            value.shape = known.shape or value.shape
+        if _has_unknown(value) and known.shape is not None:
+            value.shape = _with_numbers(value.shape, known.shape)
+
+
+def _with_numbers(shape: ir.Shape | None, found: ir.Shape) -> ir.Shape:
+    """``found``, with the numbers of ``shape``: one inference makes up names for what another one knows."""
+    if shape is None or len(shape) != len(found):
+        return found
+    return ir.Shape([old if isinstance(old, int) else new for old, new in zip(shape, found, strict=True)])
 
 
 def _meets_several(node: ir.Node) -> tuple[str, str] | None:
@@ -242,6 +266,10 @@ def _meets_several(node: ir.Node) -> tuple[str, str] | None:
     if len(names) != 2 or len(several) != 1:
         return None
     return several[0], next(size for size in names if size not in several)
+
+
+def _lacks_widths(model: ir.Model) -> bool:
+    return any(map(_lacks_width, nodes_of(model)))
 
 
 def _lacks_width(node: ir.Node) -> bool:
@@ -291,16 +319,19 @@ def _set_dtype(value: ir.Value, found: ir.Value) -> None:
 def _fill(graph: ir.Graph, proto: onnx.GraphProto) -> None:
     """Names are unique in one graph, not across the branches of an If: graphs are walked side by side."""
     inferred = {info.name: info for info in (*proto.value_info, *proto.output)}
+    # Most values of a graph are of a few types, and reading one takes long.
+    types: dict[bytes, ir.Value] = {}
     inner = {node.output[0]: node for node in proto.node if any(a.HasField("g") or a.graphs for a in node.attribute)}
     for node in graph:
         for value in node.outputs:
             info = inferred.get(value.name or "")
             if info is None:
                 continue
-            found = ir.from_proto(info)
+            key = info.type.SerializeToString()
+            found = types[key] = types.get(key) or ir.from_proto(info)
             _set_dtype(value, found)
             if value.shape is None:
-                value.shape = found.shape
+                value.shape = found.shape.copy() if found.shape is not None else None
             elif found.shape is not None and len(found.shape) == len(value.shape):
                 # TorchScript gives each dimension of an output that it does not know a name of its own.
                 sizes = [

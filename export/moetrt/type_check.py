@@ -33,6 +33,9 @@ def check_types(nodes: Iterable[ir.Node], opset: int) -> None:
         formals = _formals(node.op_type, opset) if node.domain == "" else None
         if formals is None:
             continue
+        if len({value.dtype for value in (*node.inputs, *node.outputs) if value is not None}) == 1:
+            # Of most nodes, and then all of them are alike.
+            continue
         first: dict[str, ir.Value] = {}
         for values, (names, repeats) in zip((node.inputs, node.outputs), formals, strict=True):
             for name, value in _bound(values, names, repeats):

@@ -223,7 +223,7 @@ def chosen_experts(end: ir.Node, rows: Operand, weighted: Found, combine: Combin
     if not isinstance(experts, int):
         return None
     casts = [*combine.found.casts, *weighted.casts]
-    different = combine.found.unlike or weighted.unlike
+    different = combine.found.different or weighted.different
     found = replace(
         combine.found,
         scale=combine.found.scale * weighted.scale,

@@ -309,7 +309,7 @@ def _add(tail: Tail, node: ir.Node, seed: Seed) -> None:
         or len(sizes) != 2
         or not is_of_width
         or _may_differ(unequal, seed)
-        or has_other_length(other, sizes[0])
+        or has_other_length(other, sizes[0], names_agree=seed.own_body)
     ):
         in_order = "expanded_idx_to_permuted_idx" not in seed.operands and sizes != dims(value)
         raise (_OtherTokens if in_order else _Stop)(_may_be_broadcast(node, other, unequal))

@@ -87,6 +87,7 @@ class Found:
         counted: what has as many rows as a mask lets entries be, beside being 0 or more.
         at_most: the bounds from above that the entries of a map without its clamps lack; None is R - 1.
         unlike: which two values need not have one shape where they meet, so that one may be repeated, in words.
+        other_tokens: the same of two whose tokens alone have other names, which the operator's own body says are one.
         same_tokens: whether weights and map are of the same shape, whatever their dimensions are named.
         none_beyond: whether an entry that names no row picks nothing, as in a one-hot matrix.
         nan_beyond: whether an entry that names no row gives NaN already, as in the operator's own body.
@@ -107,11 +108,17 @@ class Found:
     counted: list[ir.Value] = field(default_factory=list)
     at_most: set[int | None] = field(default_factory=set)
     unlike: str | None = None
+    other_tokens: str | None = None
     same_tokens: bool = False
     none_beyond: bool = False
     nan_beyond: bool = False
     padded: bool = False
     scale: float = 1.0
+
+    @property
+    def different(self) -> str | None:
+        """What is wrong with values that meet, in words; None where nothing is."""
+        return self.unlike or (None if self.nan_beyond else self.other_tokens)
 
     def here(self, value: ir.Value) -> PerRoute:
         return PerRoute(value, self.k_first)
@@ -357,8 +364,11 @@ def _few(factor: ir.Value, routes: ir.Value, found: Found) -> str | None:
 def _check_alike(one: ir.Value, other: ir.Value, found: Found) -> None:
     """Puts down where one of two values with numbers for each route may be repeated along the other's tokens or k."""
     whole = dims(other) or []
-    pairs = zip(column_sizes(one, whole)[:-1], whole[:-1], strict=False)
-    if any(may_be_repeated(mine, theirs) for mine, theirs in pairs) or has_other_length(one, whole[0]):
+    pairs = list(zip(column_sizes(one, whole)[:-1], whole[:-1], strict=False))
+    repeated = [pair for pair in pairs if may_be_repeated(*pair)]
+    if repeated and repeated == pairs[:1] and all(map(is_named, pairs[0])):
+        found.other_tokens = found.other_tokens or unlike(one, other)
+    elif repeated or has_other_length(one, whole[0]):
         found.unlike = found.unlike or unlike(one, other)
 
 
@@ -980,7 +990,7 @@ def weighted_seed(
         operands["expanded_idx_to_permuted_idx"] = index
         if not found.same_tokens:
             problem = problem or _other_tokens(operands["expert_weights"], index)
-    problem = problem or found.unlike
+    problem = problem or found.different
     return Seed(
         form=form,
         node=end,

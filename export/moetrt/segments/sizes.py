@@ -1,5 +1,6 @@
 """Whether two dimensions are one number on every run: a dimension of 1 against another one is broadcast."""
 
+import re
 from collections.abc import Sequence
 
 import onnx_ir as ir
@@ -44,22 +45,31 @@ def may_be_repeated(one: Size, other: Size) -> bool:
     return not may_be_equal(one, other)
 
 
+_SEVERAL = re.compile(r"([2-9]|[1-9]\d+)\*")
+"""How ONNX Runtime's inference begins the name of several times a number, which is no 1."""
+
+
 def column_sizes(value: ir.Value, other: Sequence[Size]) -> list[Size]:
     """The dimensions of ``value``; the length of a column that a Reshape made is the number of what was reshaped.
 
-    Where that number ("3*T") has no symbol of ``other``, which says the same otherwise ("N"), it stays unknown.
+    Where that number ("3*T") has no symbol of ``other``, which says the same otherwise ("N"), it is taken for unknown.
     """
     sizes = list(dims(value) or [])
     long = [axis for axis, size in enumerate(sizes) if size != 1]
+    if len(long) != 1:
+        return sizes
+    is_product = _SEVERAL.match(str(sizes[long[0]])) is not None
     source: ir.Value | None = value
-    while len(long) == 1 and source is not None and not is_said(sizes[long[0]]):
+    while source is not None and not is_said(sizes[long[0]]):
         node = source.producer()
         source = _of_same_length(node) if node is not None else None
         before = [size for size in (dims(source) or [None]) if size != 1] if source is not None else []
         if before and all(map(is_said, before)):
-            number = before[0] if len(before) == 1 else "*".join(f"({size})" for size in before)
-            sizes[long[0]] = number if len(before) == 1 or _symbols(number) & _symbols(other[long[0]]) else None
+            is_product = len(before) > 1
+            sizes[long[0]] = "*".join(f"({size})" for size in before) if is_product else before[0]
             break
+    if is_product and not _symbols(sizes[long[0]]) & _symbols(other[long[0]]):
+        sizes[long[0]] = None
     return sizes
 
 
@@ -101,8 +111,15 @@ _OTHER_LENGTH = ("Slice", "Concat", "Pad", "Tile", "Compress", "Split")
 _MOST_STEPS = 16
 
 
-def has_other_length(value: ir.Value, tokens: Size, axis: int = 0) -> bool:
-    """Whether the unknown dimension ``axis`` of ``value`` is made of ``tokens`` and another one, or is a part of it."""
+def has_other_length(value: ir.Value, tokens: Size, axis: int = 0, *, names_agree: bool = False) -> bool:
+    """Whether the unknown dimension ``axis`` of ``value`` is made of ``tokens`` and another one, or is a part of it.
+
+    Args:
+        value: what is asked about.
+        tokens: the number of tokens.
+        axis: the place of the dimension.
+        names_agree: whether names other than that of ``tokens`` are of the same number.
+    """
     for _ in range(_MOST_STEPS):
         node = value.producer()
         if node is None or is_said(dim(value, axis)):
@@ -113,11 +130,12 @@ def has_other_length(value: ir.Value, tokens: Size, axis: int = 0) -> bool:
         known = [source for source in node.inputs if source is not None and rank(source) == rank(value)]
         sizes = [column_sizes(source, [tokens] * (rank(source) or 0))[axis] for source in known]
         said = [size for size in sizes if is_said(size) and size != 1]
-        if any(surely_equal(size, tokens) for size in said) and is_op(node, *_OTHER_LENGTH):
+        alike = [surely_equal(size, tokens) or (names_agree and is_named(size)) for size in said]
+        if any(alike) and is_op(node, *_OTHER_LENGTH):
             return True
         if is_op(node, *SHAPE_OPS) or not known:
             return False
-        if any(not surely_equal(size, tokens) for size in said):
+        if not all(alike):
             return True
         value = next((source for source in known if not is_said(dim(source, axis))), known[0])
     return False
