@@ -7,6 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from benchmarks.fuzz_compare import Comparison, Session, feeds_of
+from moetrt.mapping import map_model
 from moetrt.mapping_report import MappingReport
 from moetrt.onnx_op import attach_functions
 from tests.mapping_checks import mapped
@@ -155,6 +156,47 @@ def test_case_42_weights_of_a_matrix_with_fewer_rows() -> None:
     matrix = g.op("ScatterElements", g.op("Expand", g.const(0.0), size), f"{weights}_1", weights, axis=1)
     report = compared(g, g.op("Einsum", matrix, rows, equation="te,eth->th"))
     assert operator(report) is None
+
+
+def test_case_42_what_a_transpose_makes_of_the_tokens_is_merged_with_no_other_size() -> None:
+    """[16, T] meets [T, 16] where T is 1 or 16; that the rows' number is 3 * T says nothing of that."""
+    g = Graph()
+    weights = g.op("TopK", g.input("scores", ["T", 4]), g.ints(TOP_K), count=2)
+    weighted = g.mul(g.input("rows", ["N", HIDDEN]), g.op("Reshape", weights, g.ints(-1, 1)))
+    routed = g.op("ReduceSum", g.op("Reshape", weighted, g.ints(-1, TOP_K, HIDDEN)), g.ints(1), keepdims=0)
+    compared(g, g.op("Transpose", routed, perm=[1, 0]))
+
+
+@pytest.mark.parametrize("op_type", ["Identity", "Expand"])
+def test_a_sum_over_axes_that_inference_does_not_know_has_no_known_shape(op_type: str) -> None:
+    """It was an IndexError."""
+    g = Graph()
+    rows, at = g.input("rows", ["R", HIDDEN]), g.input("map", ["T", TOP_K], INT64)
+    picked = g.op("Gather", rows, g.op("Max", at, g.const(0, INT64)), axis=0)
+    products = g.mul(picked, g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1)))
+    axis = g.op(op_type, g.ints(1), *([g.ints(1)] if op_type == "Expand" else []))
+    g.output(g.op("ReduceSum", products, axis, keepdims=0))
+    report = map_model(g.model())
+    assert operator(report) is None
+    assert "has shape None; H, its last dimension, is taken as a number" in str(report.sites[0].reason)
+
+
+def test_case_42_weights_for_each_row_of_one_long_token() -> None:
+    """Rows [1, N, H] by weights [3 * T, 1]: these are no K places of one token."""
+    g = Graph()
+    weights = g.op("TopK", g.input("scores", ["T", 4]), g.ints(TOP_K), count=2)
+    rows = g.op("Unsqueeze", g.input("rows", ["N", HIDDEN]), g.ints(0))
+    weighted = g.mul(rows, g.op("Reshape", weights, g.ints(-1, 1)))
+    compared(g, g.op("ReduceSum", g.op("Reshape", weighted, g.ints(-1, TOP_K, HIDDEN)), g.ints(1), keepdims=0))
+
+
+def test_case_42_a_part_of_a_map_of_routes_by_tokens() -> None:
+    """Entries [K, T - 1] meet weights [K, T] at T = 2 alone."""
+    g = Graph()
+    at = g.op("Slice", g.input("map", [TOP_K, "T"], INT64), g.ints(1), g.ints(2**31), g.ints(1))
+    picked = g.op("Gather", g.input("rows", ["R", HIDDEN]), g.op("Max", at, g.const(0, INT64)), axis=0)
+    products = g.mul(picked, g.op("Unsqueeze", g.input("weights", [TOP_K, "T"]), g.ints(-1)))
+    compared(g, g.op("ReduceSum", products, g.ints(0), keepdims=0))
 
 
 @pytest.mark.parametrize(("column", "taken"), [(f"{TOP_K}*T", True), ("U", False)])

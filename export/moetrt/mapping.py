@@ -507,8 +507,10 @@ def _tokens_like(seed: Seed) -> tuple[ir.Value, int] | None:
     if rank(seed.value) == 2:
         return None
     shape = dims(seed.value) or []
-    if not isinstance(shape[-1], int):
-        raise InputError(f"the sum '{seed.value.name}' has shape {shape}; H, its last dimension, is taken as a number")
+    if not shape or not isinstance(shape[-1], int):
+        raise InputError(
+            f"the sum '{seed.value.name}' has shape {dims(seed.value)}; H, its last dimension, is taken as a number"
+        )
     for value in (*(operand.value for operand in seed.operands.values()), seed.placed):
         here = dims(value) if value is not None and None not in shape else None
         for axis in (0, 1):

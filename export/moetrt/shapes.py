@@ -1,7 +1,7 @@
 """Values of a graph get the dtypes and shapes that onnx infers: what the mapper compares."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
 
@@ -212,23 +212,29 @@ def _fill_symbols(model: ir.Model) -> None:
     onnx's own inference knows no "2*T", which a view of [T*K, H] as [T, K, H] takes where TorchScript computed its
     sizes from other shapes.
     """
-    _infer_symbols(model, merge=False)
-    # Two sizes that are added or multiplied are merged only where one is several times another ("2*T"), and so no 1:
-    # else one may be a 1, as one that is given with each run may be.
+    _infer_symbols(model, {})
+    # One size that is several times another ("2*T") is no 1, and where rows are weighed by a column of as many, their
+    # own number is the same; but one that is given with each run may be a 1.
     given = any(value.is_graph_input() for value in model.graph.initializers.values())
-    if not given and any(map(_meets_several, model.graph)):
-        _infer_symbols(model, merge=True)
+    several = {} if given else dict(filter(None, map(_meets_several, model.graph)))
+    if several:
+        _infer_symbols(model, several)
 
 
-def _infer_symbols(model: ir.Model, *, merge: bool) -> None:
+def _infer_symbols(model: ir.Model, same: Mapping[str, str]) -> None:
+    """As `_fill_symbols`; each key of ``same`` is the size that its value names.
+
+    It can merge whatever meets by itself, but then takes what is repeated on some runs for the same too.
+    """
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     values = {value.name: value for node in model.graph for value in node.outputs}
     # Not its `infer_shapes`, which writes a file into the working folder where it cannot infer everything.
-    inference = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=merge, guess_output_rank=False, verbose=0)
+    inference = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=False, guess_output_rank=False, verbose=0)
     try:
         with quiet():
             inference._preprocess(_fixed(model))
+            inference.suggested_merge_ = dict(same)
             while inference.run_:
                 inference._infer_impl()
     except Exception:  # it raises plain Exceptions, and whatever its handlers run into: the shapes stay unknown
@@ -250,12 +256,16 @@ def _with_numbers(shape: ir.Shape | None, found: ir.Shape) -> ir.Shape:
     return ir.Shape([old if isinstance(old, int) else new for old, new in zip(shape, found, strict=True)])
 
 
-def _meets_several(node: ir.Node) -> bool:
-    """Whether ``node`` weighs rows by a column that has "2*T" of them, and the rows' own number has another name."""
+def _meets_several(node: ir.Node) -> tuple[str, str] | None:
+    """The "2*T" of a column by which ``node`` weighs rows, and the other name that the rows' own number has."""
     if not is_op(node, "Mul") or any(value is None or rank(value) != 2 for value in node.inputs):
-        return False
+        return None
     counts = [dim(value, 0) for value in node.inputs if value is not None]
-    return counts[0] != counts[1] and any(isinstance(size, str) and re.match(r"\d+\*", size) for size in counts)
+    names = [size for size in counts if isinstance(size, str)]
+    several = [size for size in names if re.match(r"\d+\*", size)]
+    if len(names) != 2 or len(several) != 1:
+        return None
+    return several[0], next(size for size in names if size not in several)
 
 
 def _lacks_widths(model: ir.Model) -> bool:

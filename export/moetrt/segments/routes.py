@@ -5,6 +5,7 @@ A route is (token, k). Values that hold one number a route are followed in eithe
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 
 import onnx_ir as ir
 
@@ -327,7 +328,7 @@ def _take_factor(node: ir.Node, product: ir.Value, found: Found) -> ir.Value | N
             _check_alike(factor, routes, found)
             take_weights(found.here(factor), found)
             return routes
-        of = None if found.by_column else _few(factor, routes, found.k_first)
+        of = None if found.by_column else _few(factor, routes, found)
         if of is not None:
             found.weights.append(PerRoute(before_upcast(factor), found.k_first, of=of, over=routes))
             return routes
@@ -342,20 +343,20 @@ def _is_per_route(factor: ir.Value, product: ir.Value) -> bool:
     return all(have != 1 or want == 1 for have, want in zip(shape[:-1], whole[:-1], strict=True))
 
 
-def _few(factor: ir.Value, routes: ir.Value, k_first: bool) -> str | None:
+def _few(factor: ir.Value, routes: ir.Value, found: Found) -> str | None:
     """What each number of ``factor`` is of, where it multiplies several ``routes``; see `PerRoute`."""
     known, whole = dims(factor), dims(routes)
     if known is None or whole is None or len(whole) not in (3, 4) or len(known) > len(whole):
         return None
     shape = [*[1] * (len(whole) - len(known)), *known]
-    if shape[-1] != 1 or (k_first and len(whole) != 3):
+    if shape[-1] != 1 or (found.k_first and len(whole) != 3):
         return None
-    k = 0 if k_first else len(whole) - 2
+    k = 0 if found.k_first else len(whole) - 2
     tokens = [axis for axis in range(len(whole) - 1) if axis != k]
     repeated = [shape[axis] == 1 for axis in tokens]
     if all(repeated):
-        return "" if shape[k] == 1 else "k"
-    if any(repeated) or shape[k] != 1:
+        return "" if shape[k] == 1 else "k" if surely_equal(shape[k], found.top_k) else None
+    if any(repeated) or shape[k] != 1 or may_be_repeated(whole[k], found.top_k):
         return None
     return None if any(may_be_repeated(shape[axis], whole[axis]) for axis in tokens) else "t"
 
@@ -369,6 +370,15 @@ def _check_alike(one: ir.Value, other: ir.Value, found: Found) -> None:
         found.other_tokens = found.other_tokens or unlike(one, other)
     elif repeated or has_other_length(one, whole[0]):
         found.unlike = found.unlike or unlike(one, other)
+
+
+def _check_lengths(index: PerRoute, found: Found) -> None:
+    """Puts down where weights [T, K] meet a map that is made of a part of T tokens, or the other way round."""
+    for weights in found.weights:
+        places = [(place.value, int(place.k_first)) for place in (index, weights) if rank(place.value) == 2]
+        for (one, axis), (other, along) in permutations(places, 2):
+            if weights.of is None and has_other_length(one, dim(other, along), axis):
+                found.unlike = found.unlike or unlike(weights.value, index.value)
 
 
 def unlike(one: ir.Value, other: ir.Value) -> str:
@@ -752,6 +762,7 @@ def picked_seed(
         only_read: where ``rows`` is what a clamp's bound is made from, another name of it.
     """
     base, clamped = index_of(index, only_read or rows, found)
+    _check_lengths(base, found)
     operand, problem = map_operand(end, base, clamped, found, masked=masked, rows=rows, only_read=only_read)
     return weighted_seed(form, end, rows, found, operand, problem)
 

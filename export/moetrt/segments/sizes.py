@@ -111,24 +111,25 @@ _OTHER_LENGTH = ("Slice", "Concat", "Pad", "Tile", "Compress", "Split")
 _MOST_STEPS = 16
 
 
-def has_other_length(value: ir.Value, tokens: Size, *, names_agree: bool = False) -> bool:
-    """Whether the unknown first dimension of ``value`` is made of ``tokens`` and another one, or is a part of it.
+def has_other_length(value: ir.Value, tokens: Size, axis: int = 0, *, names_agree: bool = False) -> bool:
+    """Whether the unknown dimension ``axis`` of ``value`` is made of ``tokens`` and another one, or is a part of it.
 
     Args:
         value: what is asked about.
         tokens: the number of tokens.
+        axis: the place of the dimension.
         names_agree: whether names other than that of ``tokens`` are of the same number.
     """
     for _ in range(_MOST_STEPS):
         node = value.producer()
-        if node is None or is_said(dim(value, 0)):
+        if node is None or is_said(dim(value, axis)):
             return False
-        if is_op(node, "Unsqueeze") and node.inputs[0] is not None and (rank(node.inputs[0]) or 0) > 1:
+        if is_op(node, "Unsqueeze") and axis == 0 and node.inputs[0] is not None and (rank(node.inputs[0]) or 0) > 1:
             value = node.inputs[0]  # behind the first dimension, or that would be 1
             continue
         known = [source for source in node.inputs if source is not None and rank(source) == rank(value)]
-        firsts = [column_sizes(source, [tokens] * (rank(source) or 0))[0] for source in known]
-        said = [size for size in firsts if is_said(size) and size != 1]
+        sizes = [column_sizes(source, [tokens] * (rank(source) or 0))[axis] for source in known]
+        said = [size for size in sizes if is_said(size) and size != 1]
         alike = [surely_equal(size, tokens) or (names_agree and is_named(size)) for size in said]
         if any(alike) and is_op(node, *_OTHER_LENGTH):
             return True
@@ -136,7 +137,7 @@ def has_other_length(value: ir.Value, tokens: Size, *, names_agree: bool = False
             return False
         if not all(alike):
             return True
-        value = next((source for source in known if not is_said(dim(source, 0))), known[0])
+        value = next((source for source in known if not is_said(dim(source, axis))), known[0])
     return False
 
 
