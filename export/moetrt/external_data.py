@@ -9,14 +9,11 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
-from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import Message
 
 from moetrt.errors import InputError
 from moetrt.files import existing_file, way_out
@@ -142,6 +139,9 @@ def _check_file(source: Path, tensor: str, location: str) -> None:
         raise InputError(f"ONNX model '{source}' needs its data file '{location}' beside it: {error}") from error
 
 
+_WITHOUT_TENSORS = ("value_info", "metadata_props")
+"""Fields of ONNX's messages that hold no tensor, and most of what a deep model's graph has."""
+
 _WITHIN = {
     "functions": "a tensor of a function",
     "sparse_initializer": "a part of a sparse tensor",
@@ -159,25 +159,7 @@ def external_tensors(message: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[
         if message.data_location == onnx.TensorProto.EXTERNAL:
             yield message, way
         return
-    for name in _ways_to_tensors(message.DESCRIPTOR):
-        value = getattr(message, name)
-        for inner in (value,) if isinstance(value, Message) else value:
-            if inner is not value or message.HasField(name):
-                yield from external_tensors(inner, (*way, name))
-
-
-@cache
-def _ways_to_tensors(kind: Descriptor) -> list[str]:
-    """The fields of messages of one kind that may have a tensor in them, at any depth; most of a graph has none."""
-    fields = sorted((field for field in kind.fields if field.message_type), key=lambda field: field.number)
-    return [field.name for field in fields if onnx.TensorProto.DESCRIPTOR in _kinds_within(field.message_type)]
-
-
-def _kinds_within(kind: Descriptor) -> set[Descriptor]:
-    """``kind``, and the kinds of all messages that one may have in it."""
-    found, pending = {kind}, [kind]
-    while pending:
-        new = {field.message_type for field in pending.pop().fields if field.message_type} - found
-        found |= new
-        pending += new
-    return found
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_MESSAGE and field.name not in _WITHOUT_TENSORS:
+            for inner in value if isinstance(value, Sequence) else [value]:
+                yield from external_tensors(inner, (*way, field.name))

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 
 def graphs_of(model: ir.Model) -> Iterator[ir.Graph]:
-    """What ``model.graphs()`` gives, in its order, at a sixth of its time: mapping walks a large graph many times.
+    """What ``model.graphs()`` gives, in its order, in less than half its time: mapping walks a large graph often.
 
     The bodies are looked for after the caller is done with the model's own graph, so that it may change that.
     """
@@ -18,7 +18,7 @@ def graphs_of(model: ir.Model) -> Iterator[ir.Graph]:
 
 def _find_bodies(graph: ir.Graph, found: dict[ir.Graph, None]) -> None:
     for node in graph:
-        # Of a few hundred thousand nodes most have no attribute: their own dict says so at once.
+        # Most nodes have no attribute, which their own dict says soonest.
         for attribute in node.attributes.data.values():
             if attribute.type == ir.AttributeType.GRAPH:
                 bodies = [attribute.as_graph()]
