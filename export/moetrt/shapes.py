@@ -219,18 +219,22 @@ def _fill_symbols(model: ir.Model) -> None:
     several = {} if given else dict(filter(None, map(_meets_several, model.graph)))
     if several:
         _infer_symbols(model, several)
+    if _lacks_widths(model):
+        # It ends where sizes meet of which it does not know that they are one.
+        _infer_symbols(model, {}, merge=True)
 
 
-def _infer_symbols(model: ir.Model, same: Mapping[str, str]) -> None:
+def _infer_symbols(model: ir.Model, same: Mapping[str, str], *, merge: bool = False) -> None:
     """As `_fill_symbols`; each key of ``same`` is the size that its value names.
 
-    It can merge whatever meets by itself, but then takes what is repeated on some runs for the same too.
+    With ``merge`` it takes whatever meets for the same, also what is repeated on some runs; of what it finds then, only
+    sizes that are no 1 are taken ("16", "2*T"): what meets such a one is as large, or repeated to be.
     """
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     values = {value.name: value for node in model.graph for value in node.outputs}
     # Not its `infer_shapes`, which writes a file into the working folder where it cannot infer everything.
-    inference = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=False, guess_output_rank=False, verbose=0)
+    inference = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=merge, guess_output_rank=False, verbose=0)
     try:
         with quiet():
             inference._preprocess(_fixed(model))
@@ -246,7 +250,8 @@ def _infer_symbols(model: ir.Model, same: Mapping[str, str]) -> None:
         known = ir.from_proto(info)
         _set_dtype(value, known)
         if _has_unknown(value) and known.shape is not None:
-            value.shape = _with_numbers(value.shape, known.shape)
+            shape = _with_numbers(value.shape, known.shape)
+            value.shape = _never_one(value.shape, shape) if merge else shape
 
 
 def _with_numbers(shape: ir.Shape | None, found: ir.Shape) -> ir.Shape:
@@ -254,6 +259,17 @@ def _with_numbers(shape: ir.Shape | None, found: ir.Shape) -> ir.Shape:
     if shape is None or len(shape) != len(found):
         return found
     return ir.Shape([old if isinstance(old, int) else new for old, new in zip(shape, found, strict=True)])
+
+
+def _never_one(shape: ir.Shape | None, found: ir.Shape) -> ir.Shape:
+    """``shape``, and for what it does not know the sizes of ``found`` that are no 1."""
+    before = list(shape) if shape is not None and len(shape) == len(found) else [ir.SymbolicDim(None)] * len(found)
+    return ir.Shape(
+        [
+            new if _is_unknown(old) and (re.match(r"\d+\*", str(new)) or (isinstance(new, int) and new > 1)) else old
+            for old, new in zip(before, found, strict=True)
+        ]
+    )
 
 
 def _meets_several(node: ir.Node) -> tuple[str, str] | None:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from moetrt.segments.constants import scalar
+from moetrt.segments.constants import ints, scalar
 from moetrt.segments.gather import sorted_source
 from moetrt.segments.indices import permutation_behind, tokens_of_routes
 from moetrt.segments.maps import inverse_map
-from moetrt.segments.reading import before_upcast, dim, is_op, named, other_input, rank, readers, sole_reader
+from moetrt.segments.reading import before_upcast, dim, input_of, is_op, named, other_input, rank, readers, sole_reader
 from moetrt.segments.routers import by_chosen_experts
 from moetrt.segments.routes import (
     Found,
@@ -84,6 +84,7 @@ def _added(node: ir.Node) -> _Added | None:
     if is_op(node, "ScatterElements"):
         if node.attributes.get_int("axis", 0) not in (0, -2):
             return None
+        rows = _before_cut(rows, index)
         index = _repeated_along_columns(index)
     if rank(index) != 2 or dim(index, -1) != 1:
         return None
@@ -113,6 +114,19 @@ def _overwritten(node: ir.Node, added: _Added) -> Seed | None:
             "scatter_add, or torch.onnx.export(dynamo=True)"
         ),
     )
+
+
+def _before_cut(rows: ir.Value, index: ir.Value) -> ir.Value:
+    """The rows before TorchScript cut them to as many as there are indices, the first ones: no other is read."""
+    node = rows.producer()
+    if node is None or not is_op(node, "Slice") or set(ints(node.inputs[1]) or [1]) != {0}:
+        return rows
+    ends = given(node.inputs[2]).producer()
+    source, axes, steps = given(node.inputs[0]), ints(input_of(node, 3)), ints(input_of(node, 4))
+    is_cut = ends is not None and is_op(ends, "Shape") and not ends.attributes and ends.inputs[0] is index
+    is_whole = axes in (None, [0, 1]) and set(steps or [1]) == {1} and rank(source) == 2
+    has_columns = isinstance(dim(source, -1), int) and dim(source, -1) == dim(index, -1)
+    return source if is_cut and is_whole and has_columns else rows
 
 
 def _repeated_along_columns(index: ir.Value) -> ir.Value:
