@@ -222,3 +222,18 @@ def test_case_42_what_is_scattered_has_the_shape_of_its_indices(cut: bool) -> No
     matrix = g.op("ScatterElements", g.op("Expand", g.const(0.0), size), at, sliced, axis=1, reduction="add")
     report = compared(g, g.op("MatMul", matrix, rows))
     assert operator(report) == "MoEFinalizeAddRMSNorm"
+
+
+def test_case_42_rows_of_which_nobody_says_how_many_a_token_has() -> None:
+    """Rows [T, ?, H] by weights [T, K], where ? may be 1."""
+    g = Graph()
+    index = g.op("Max", g.input("map", ["T", "U"], INT64), g.const(0, INT64))
+    picked = g.op("Gather", g.input("rows", ["R", HIDDEN]), index, axis=0)
+    kept = g.op("Where", g.op("GreaterOrEqual", g.ints(1), g.ints(0)), picked, g.const(0.0))
+    g.values += [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["T", "unk__0", HIDDEN]) for name in (picked, kept)
+    ]
+    g.values.append(helper.make_tensor_value_info(index, INT64, ["T", "unk__0"]))
+    products = g.mul(kept, g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1)))
+    report = compared(g, g.op("ReduceSum", products, g.ints(1), keepdims=0))
+    assert operator(report) is None
