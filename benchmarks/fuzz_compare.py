@@ -64,7 +64,7 @@ class Session:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         try:
             self._session = onnxruntime.InferenceSession(
-                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+                _rounded(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # ONNX Runtime's own exceptions have no common base
             raise Refused(" ".join(str(error).split())) from error
@@ -86,6 +86,30 @@ class Session:
         except Exception:  # ONNX Runtime's own exceptions have no common base
             return None
         return {name: _array(value) for name, value in zip(names, made, strict=True)}
+
+
+def _rounded(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A graph of float16 that ONNX Runtime rounds after each node, as the graph says.
+
+    It has most operators in float32 alone, and hands their results on in float32, through one Identity too, which it
+    takes for another node between Casts; what goes through two is float16 there.
+    """
+    casts = [a.i for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"]
+    inputs = [value.type.tensor_type.elem_type for value in model.graph.input]
+    if TensorProto.FLOAT16 not in (*casts, *inputs):
+        return model
+    rounded = onnx.ModelProto()
+    rounded.CopyFrom(model)
+    del rounded.graph.node[:]
+    for node in model.graph.node:
+        made = rounded.graph.node.add()
+        made.CopyFrom(node)
+        for number, name in enumerate(node.output):
+            if name:
+                made.output[number] = f"{name}/made"
+                for before, after in ((f"{name}/made", f"{name}/rounded"), (f"{name}/rounded", name)):
+                    rounded.graph.node.add().CopyFrom(helper.make_node("Identity", [before], [after]))
+    return rounded
 
 
 def _array(value: onnxruntime.OrtValue) -> np.ndarray:

@@ -222,3 +222,43 @@ def test_case_42_what_is_scattered_has_the_shape_of_its_indices(cut: bool) -> No
     matrix = g.op("ScatterElements", g.op("Expand", g.const(0.0), size), at, sliced, axis=1, reduction="add")
     report = compared(g, g.op("MatMul", matrix, rows))
     assert operator(report) == "MoEFinalizeAddRMSNorm"
+
+
+def test_case_42_rows_of_which_nobody_says_how_many_a_token_has() -> None:
+    """Rows [T, ?, H] by weights [T, K], where ? may be 1."""
+    g = Graph()
+    index = g.op("Max", g.input("map", ["T", "U"], INT64), g.const(0, INT64))
+    picked = g.op("Gather", g.input("rows", ["R", HIDDEN]), index, axis=0)
+    kept = g.op("Where", g.op("GreaterOrEqual", g.ints(1), g.ints(0)), picked, g.const(0.0))
+    g.values += [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["T", "unk__0", HIDDEN]) for name in (picked, kept)
+    ]
+    g.values.append(helper.make_tensor_value_info(index, INT64, ["T", "unk__0"]))
+    products = g.mul(kept, g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1)))
+    report = compared(g, g.op("ReduceSum", products, g.ints(1), keepdims=0))
+    assert operator(report) is None
+
+
+def test_case_42_a_part_of_the_tokens_in_a_combine_matrix() -> None:
+    """The choices of all tokens but the first are scattered into the rows of the first ones."""
+    g = Graph()
+    scores = g.input("scores", ["T", 4])
+    part = g.op("Slice", scores, g.ints(1), g.ints(2**31), g.ints(0))
+    values = g.op("TopK", part, g.ints(2), count=2)
+    sizes = g.op("Concat", g.op("Shape", scores, end=1), g.ints(4), axis=0)
+    matrix = g.op("ScatterElements", g.op("Expand", g.const(0.0), sizes), f"{values}_1", values, axis=1)
+    report = compared(g, g.op("Einsum", matrix, g.input("rows", [4, "T", HIDDEN]), equation="te,eth->th"))
+    assert operator(report) is None
+
+
+def test_case_42_sorted_weights_of_a_table() -> None:
+    """A table of 64 numbers is picked by the routes' places; no [T, K] of weights is."""
+    g = Graph()
+    flat = g.op("Reshape", g.input("ids", ["T", TOP_K], INT64), g.ints(-1))
+    order = f"{g.op('TopK', flat, g.op('Shape', flat), count=2, largest=0)}_1"
+    weights = g.op("Unsqueeze", g.op("Gather", g.const([0.5] * 64), order, axis=0), g.ints(-1))
+    token = g.op("Unsqueeze", g.op("Div", order, g.const(TOP_K, INT64)), g.ints(-1))
+    sizes = g.op("Concat", g.op("Shape", "ids", end=1), g.ints(HIDDEN), axis=0)
+    rows = g.mul(g.input("rows", ["N", HIDDEN]), weights)
+    report = compared(g, g.op("ScatterND", g.op("Expand", g.const(0.0), sizes), token, rows, reduction="add"))
+    assert operator(report) is None

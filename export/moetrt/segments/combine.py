@@ -7,7 +7,7 @@ import onnx_ir as ir
 from moetrt.segments.constants import scalar
 from moetrt.segments.reading import dim, dims, is_op, named, rank
 from moetrt.segments.routes import Found, NotThis, PerRoute, given, strip, take_weights, walk_back
-from moetrt.segments.sizes import is_said, may_be_repeated
+from moetrt.segments.sizes import has_other_length, is_said, may_be_repeated
 from moetrt.segments.sums import check_letters, einsum_of, sum_of
 
 
@@ -56,7 +56,8 @@ def _scattered(matrix: ir.Value) -> Combine | None:
     found.same_tokens = len(found.weights) == 1 and not found.masks
     problem = None
     tokens = zip((dims(index) or [])[:-1], (dims(matrix) or [])[:-1], strict=True)
-    if any(may_be_repeated(mine, whole) or (is_said(mine) and not is_said(whole)) for mine, whole in tokens):
+    unlike = any(may_be_repeated(mine, whole) or (is_said(mine) and not is_said(whole)) for mine, whole in tokens)
+    if unlike or has_other_length(index, dim(matrix, 0)):
         problem = f"'{index.name}' of shape {dims(index)} may have fewer rows than '{matrix.name}', {dims(matrix)}"
     if reduction not in ("add", "none"):
         problem = f"'{matrix.name}' is scattered with reduction '{reduction}'; a sum of routes takes 'add'"

@@ -22,11 +22,12 @@ from moetrt.segments.routes import (
     set_other_masks_apart,
     strip,
     unit_weights,
+    unlike,
     walk_back,
     weighted_seed,
     without_reshapes,
 )
-from moetrt.segments.sizes import first_unequal
+from moetrt.segments.sizes import first_unequal, is_said
 from moetrt.segments.sums import Sum, equation_of, sum_of
 from moetrt.segments.tail import Operand, Seed, Term
 
@@ -166,6 +167,9 @@ def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
         return None
     if not found.weights:
         return _unweighted(total, data, rows)
+    if rank(data) == rank(total.routes) and not is_said(dim(data, 0 if rows.k_first else -2)):
+        # The products may have their K from the weights, and one row a token is repeated.
+        found.unlike = found.unlike or unlike(found.weights[0].value, data)
     weights = found.weights[0]
     if len(found.weights) == 1 and weights.over is None and not found.masks and not found.kept:
         matrix = strip(weights, found)

@@ -218,7 +218,11 @@ def may_have_length(value: ir.Value, permutation: ir.Value) -> bool:
     """
     sorted_values = _before_flattened(permutation)
     here, there = (dims(each) if each is not None else None for each in (value, sorted_values))
-    if here is None or there is None or None in (*here, *there) or min(len(here), len(there)) < 2:
+    if here is None or there is None or None in (*here, *there):
+        return True
+    if all(isinstance(size, int) for size in here) and not all(isinstance(size, int) for size in there):
+        return False  # of one length, whatever T is
+    if min(len(here), len(there)) < 2:
         return True
     symbols = [[size for size in sizes if isinstance(size, str)] for sizes in (here, there)]
     numbers = [math.prod(size for size in sizes if isinstance(size, int)) for sizes in (here, there)]
