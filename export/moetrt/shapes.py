@@ -240,7 +240,7 @@ def _infer_symbols(model: ir.Model, same: Mapping[str, str], *, merge: bool = Fa
     values = {value.name: value for node in model.graph for value in node.outputs}
 
     # Not its `infer_shapes`, which writes a file into the working folder where it cannot infer everything.
-    class Inference(SymbolicShapeInference):  # type: ignore[misc]
+    class Inference(SymbolicShapeInference):
         def _add_suggested_merge(self, symbols: list[Any], apply: bool = False) -> None:
             # What meets a number may be 1.
             if not any(isinstance(size, int) for size in symbols):
