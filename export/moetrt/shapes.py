@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import onnx
@@ -224,8 +225,12 @@ def _fill_symbols(model: ir.Model) -> None:
         _infer_symbols(model, {}, merge=True)
 
 
+_MOST_PASSES = 64
+"""Of ONNX Runtime's inference, one after each size that it merges with another."""
+
+
 def _infer_symbols(model: ir.Model, same: Mapping[str, str], *, merge: bool = False) -> None:
-    """As `_fill_symbols`; each key of ``same`` is the size that its value names.
+    """As `_fill_symbols`; each key of ``same`` names the size that its value is.
 
     With ``merge`` it takes whatever meets for the same, also what is repeated on some runs; of what it finds then, only
     sizes that are no 1 are taken ("16", "2*T"): what meets such a one is as large, or repeated to be.
@@ -233,14 +238,28 @@ def _infer_symbols(model: ir.Model, same: Mapping[str, str], *, merge: bool = Fa
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     values = {value.name: value for node in model.graph for value in node.outputs}
+
     # Not its `infer_shapes`, which writes a file into the working folder where it cannot infer everything.
-    inference = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=merge, guess_output_rank=False, verbose=0)
+    class Inference(SymbolicShapeInference):
+        def _add_suggested_merge(self, symbols: list[Any], apply: bool = False) -> None:
+            # What meets a number may be 1.
+            if not any(isinstance(size, int) for size in symbols):
+                super()._add_suggested_merge(symbols, apply)
+
+    inference = Inference(int_max=2**31 - 1, auto_merge=merge, guess_output_rank=False, verbose=0)
     try:
         with quiet():
             inference._preprocess(_fixed(model))
-            inference.suggested_merge_ = dict(same)
-            while inference.run_:
+            # As an expression: the name alone would not say that [2*T, 16] as [T, 2, -1] has 16 columns.
+            inference.symbolic_dims_ = _Kept({several: _expression(several) for several in same.values()})
+            for given in inference.out_mp_.graph.input:
+                for size in given.type.tensor_type.shape.dim:
+                    if size.dim_param in same:
+                        size.dim_param = same[size.dim_param]
+            for _ in range(_MOST_PASSES):
                 inference._infer_impl()
+                if not inference.run_:
+                    break
     except Exception:  # it raises plain Exceptions, and whatever its handlers run into: the shapes stay unknown
         return
     for info in inference.out_mp_.graph.value_info:
@@ -252,6 +271,25 @@ def _infer_symbols(model: ir.Model, same: Mapping[str, str], *, merge: bool = Fa
         if _has_unknown(value) and known.shape is not None:
             shape = _with_numbers(value.shape, known.shape)
             value.shape = _never_one(value.shape, shape) if merge else shape
+
+
+class _Kept(dict[str, Any]):
+    """What the sizes are that others name; inference takes each name of an input for a number of its own."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        super().__init__(known)
+        self._known = known
+
+    def __setitem__(self, name: str, size: Any) -> None:
+        super().__setitem__(name, self._known.get(name, size))
+
+
+def _expression(several: str) -> Any:
+    """A size ("2*T") as ONNX Runtime's inference has it."""
+    import sympy
+
+    names = {name: sympy.Symbol(name, integer=True, positive=True) for name in re.findall(r"[A-Za-z_]\w*", several)}
+    return sympy.sympify(several, locals=names)
 
 
 def _with_numbers(shape: ir.Shape | None, found: ir.Shape) -> ir.Shape:
@@ -273,7 +311,7 @@ def _never_one(shape: ir.Shape | None, found: ir.Shape) -> ir.Shape:
 
 
 def _meets_several(node: ir.Node) -> tuple[str, str] | None:
-    """The "2*T" of a column by which ``node`` weighs rows, and the other name that the rows' own number has."""
+    """The name of the number of rows that ``node`` weighs, and the "2*T" of the column that it weighs them by."""
     if not is_op(node, "Mul") or any(value is None or rank(value) != 2 for value in node.inputs):
         return None
     counts = [dim(value, 0) for value in node.inputs if value is not None]
@@ -281,7 +319,7 @@ def _meets_several(node: ir.Node) -> tuple[str, str] | None:
     several = [size for size in names if re.match(r"\d+\*", size)]
     if len(names) != 2 or len(several) != 1:
         return None
-    return several[0], next(size for size in names if size not in several)
+    return next(size for size in names if size not in several), several[0]
 
 
 def _lacks_widths(model: ir.Model) -> bool:
