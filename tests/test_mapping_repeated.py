@@ -262,3 +262,14 @@ def test_case_42_sorted_weights_of_a_table() -> None:
     rows = g.mul(g.input("rows", ["N", HIDDEN]), weights)
     report = compared(g, g.op("ScatterND", g.op("Expand", g.const(0.0), sizes), token, rows, reduction="add"))
     assert operator(report) is None
+
+
+def test_case_42_a_part_of_the_rows_that_were_picked() -> None:
+    """Rows [T - 1, K, H] meet weights [T, K, 1] at T = 2 alone."""
+    g = Graph()
+    index = g.op("Max", g.input("map", ["T", TOP_K], INT64), g.const(0, INT64))
+    picked = g.op("Gather", g.input("rows", ["R", HIDDEN]), index, axis=0)
+    part = g.op("Slice", picked, g.ints(1), g.ints(2**31), g.ints(0))
+    products = g.mul(part, g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1)))
+    report = compared(g, g.op("ReduceSum", products, g.ints(1), keepdims=0))
+    assert operator(report) is None

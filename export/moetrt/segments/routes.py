@@ -370,6 +370,8 @@ def _check_alike(one: ir.Value, other: ir.Value, found: Found) -> None:
         found.other_tokens = found.other_tokens or unlike(one, other)
     elif repeated or has_other_length(one, whole[0]):
         found.unlike = found.unlike or unlike(one, other)
+    elif has_other_length(other, dim(one, 0)):
+        found.other_tokens = found.other_tokens or unlike(one, other)
 
 
 def _check_lengths(index: PerRoute, found: Found) -> None:
