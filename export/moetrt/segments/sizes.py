@@ -120,8 +120,8 @@ def has_other_length(value: ir.Value, tokens: Size, axis: int = 0, *, names_agre
         axis: the place of the dimension.
         names_agree: whether names other than that of ``tokens`` are of the same number.
     """
-    if surely_equal(dim(value, axis), tokens):
-        return False  # of one name, though nobody has said it
+    if tokens is not None and dim(value, axis) == tokens:
+        return False  # one name, also one that inference made up
     for _ in range(_MOST_STEPS):
         node = value.producer()
         if node is None or is_said(dim(value, axis)):
