@@ -13,9 +13,11 @@ The same seed and number give the same graph: `--start N --count 1 --save DIR` w
 
 import argparse
 import multiprocessing
+import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -213,16 +215,24 @@ def _in_process(seed: int, start: int, end: int, kinds: Sequence[str]) -> Iterat
                 number = result.number + 1
                 yield result
     except EOFError:
-        yield begun or Result(number, (), (), NOT_RUN, "the process ended")
+        yield begun or Result(number, (), (), NOT_RUN, "the process ended, or had not enough memory")
     finally:
         worker.terminate()
         worker.join()
         receiver.close()
 
 
+_MOST_MEMORY = 3 * 2**30
+"""Of a process beside what it begins with: onnx's inference wants 2**31 numbers for a shape of [2**31]."""
+
+
 def _work(sender: Connection, seed: int, start: int, end: int, kinds: Sequence[str]) -> None:
-    for number in range(start, end):
-        sender.send((True, examine(seed, number, kinds, lambda result: sender.send((False, result)))))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + _MOST_MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with suppress(MemoryError):
+        for number in range(start, end):
+            sender.send((True, examine(seed, number, kinds, lambda result: sender.send((False, result)))))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

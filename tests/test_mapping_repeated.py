@@ -251,17 +251,21 @@ def test_case_42_a_part_of_the_tokens_in_a_combine_matrix() -> None:
     assert operator(report) is None
 
 
-def test_case_42_sorted_weights_of_a_table() -> None:
-    """A table of 64 numbers is picked by the routes' places; no [T, K] of weights is."""
+@pytest.mark.parametrize("tokens", [None, "B", "T"])
+def test_case_42_sorted_weights(tokens: str | None) -> None:
+    """They are those of as many tokens as were sorted; a table's first numbers, or first tokens', are not."""
     g = Graph()
     flat = g.op("Reshape", g.input("ids", ["T", TOP_K], INT64), g.ints(-1))
     order = f"{g.op('TopK', flat, g.op('Shape', flat), count=2, largest=0)}_1"
-    weights = g.op("Unsqueeze", g.op("Gather", g.const([0.5] * 64), order, axis=0), g.ints(-1))
+    source = g.const([0.5] * 64)
+    if tokens is not None:
+        source = g.op("Reshape", g.input("weights", [tokens, TOP_K]), g.ints(-1))
+    weights = g.op("Unsqueeze", g.op("Gather", source, order, axis=0), g.ints(-1))
     token = g.op("Unsqueeze", g.op("Div", order, g.const(TOP_K, INT64)), g.ints(-1))
     sizes = g.op("Concat", g.op("Shape", "ids", end=1), g.ints(HIDDEN), axis=0)
     rows = g.mul(g.input("rows", ["N", HIDDEN]), weights)
     report = compared(g, g.op("ScatterND", g.op("Expand", g.const(0.0), sizes), token, rows, reduction="add"))
-    assert operator(report) is None
+    assert operator(report) == ("MoEFinalizeAddRMSNorm" if tokens == "T" else None)
 
 
 def test_case_42_a_part_of_the_rows_that_were_picked() -> None:
@@ -273,3 +277,18 @@ def test_case_42_a_part_of_the_rows_that_were_picked() -> None:
     products = g.mul(part, g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1)))
     report = compared(g, g.op("ReduceSum", products, g.ints(1), keepdims=0))
     assert operator(report) is None
+
+
+def test_a_known_rank_stays_where_inference_finds_another_one() -> None:
+    """The zeros' H goes through [1, 1], and ONNX Runtime's inference gives them three dimensions."""
+    g = Graph()
+    flat = g.op("Reshape", g.input("ids", ["T", TOP_K], INT64), g.ints(-1))
+    order = f"{g.op('TopK', flat, g.op('Shape', flat), count=2, largest=0)}_1"
+    token = g.op("Unsqueeze", g.op("Div", order, g.const(TOP_K, INT64)), g.ints(-1))
+    sorted_weights = g.op("Gather", g.op("Reshape", g.input("weights", ["T", TOP_K]), g.ints(-1)), order, axis=0)
+    width = g.ints(HIDDEN)
+    again = g.op("Reshape", g.op("Reshape", width, g.ints(-1, 1)), g.op("Shape", width))
+    zeros = g.op("Expand", g.const(0.0), g.op("Concat", g.op("Shape", "ids", end=1), again, axis=0))
+    g.values.append(helper.make_tensor_value_info(zeros, TensorProto.FLOAT, ["T", "unk__4"]))
+    rows = g.mul(g.input("rows", ["N", HIDDEN]), g.op("Unsqueeze", sorted_weights, g.ints(-1)))
+    compared(g, g.op("ScatterND", zeros, token, rows, reduction="add"))

@@ -294,8 +294,10 @@ def _expression(several: str) -> Any:
 
 def _with_numbers(shape: ir.Shape | None, found: ir.Shape) -> ir.Shape:
     """``found``, with the numbers of ``shape``: one inference makes up names for what another one knows."""
-    if shape is None or len(shape) != len(found):
+    if shape is None:
         return found
+    if len(shape) != len(found):
+        return shape  # ONNX Runtime's counts a size that went through [1, 1] twice
     return ir.Shape([old if isinstance(old, int) else new for old, new in zip(shape, found, strict=True)])
 
 

@@ -214,7 +214,8 @@ def _count(permutation: ir.Value, sizes: Sizes) -> int | None:
 def may_have_length(value: ir.Value, permutation: ir.Value) -> bool:
     """Whether ``value`` can have as many elements as an argsort: not where the graph says other numbers of both.
 
-    Two symbols may stand for one number: where both have one symbol each, the numbers beside it are compared.
+    A name that inference made up may stand for any number: where both have one symbol each, the numbers beside it are
+    compared. Two names that the graph gives are two numbers.
     """
     sorted_values = _before_flattened(permutation)
     here, there = (dims(each) if each is not None else None for each in (value, sorted_values))
@@ -226,7 +227,10 @@ def may_have_length(value: ir.Value, permutation: ir.Value) -> bool:
         return True
     symbols = [[size for size in sizes if isinstance(size, str)] for sizes in (here, there)]
     numbers = [math.prod(size for size in sizes if isinstance(size, int)) for sizes in (here, there)]
-    return [len(names) for names in symbols] != [1, 1] or numbers[0] == numbers[1]
+    if [len(names) for names in symbols] != [1, 1]:
+        return True
+    is_one = symbols[0] == symbols[1] or any("unk__" in names[0] for names in symbols)
+    return is_one and numbers[0] == numbers[1]
 
 
 def tokens_of_routes(token: ir.Value, permutation: ir.Value | None, tokens: int | str | None) -> int | None:
