@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.fuzz_compare import Comparison, Session, feeds_of
+from benchmarks.fuzz_graphs import accumulated_in_float32
 from moetrt.mapping import map_model
 from moetrt.mapping_report import MappingReport
 from moetrt.onnx_op import attach_functions
@@ -21,7 +24,10 @@ def compared(g: Graph, routed: str, tokens: str | int = "T") -> MappingReport:
     """Adds a residual and a norm; maps, and compares at 0, 1, 3 (which is K) and 17 tokens, unnamed sizes 1 too."""
     hidden = g.add(routed, g.input("residual", [tokens, HIDDEN]))
     g.output(NormForm().write(g, hidden, rank=2), hidden)
-    model = g.model()
+    return compared_model(g.model())
+
+
+def compared_model(model: ir.Model) -> MappingReport:
     after, report = mapped(model)
     protos = []
     for each in (model, after):
@@ -292,3 +298,19 @@ def test_a_known_rank_stays_where_inference_finds_another_one() -> None:
     g.values.append(helper.make_tensor_value_info(zeros, TensorProto.FLOAT, ["T", "unk__4"]))
     rows = g.mul(g.input("rows", ["N", HIDDEN]), g.op("Unsqueeze", sorted_weights, g.ints(-1)))
     compared(g, g.op("ScatterND", zeros, token, rows, reduction="add"))
+
+
+def test_terms_of_bfloat16_over_tokens_that_nobody_counts() -> None:
+    """ONNX Runtime runs the mapped graph too."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(accumulated_in_float32())
+    del proto.graph.value_info[:]
+    number, column = next(each for each in enumerate(proto.graph.node) if each[1].input[0] == "weights")
+    proto.graph.node.insert(number + 1, helper.make_node("Neg", ["column"], [column.output[0]]))
+    column.output[0] = "column"
+    masked = next(node for node in proto.graph.node if node.op_type == "GreaterOrEqual")
+    masked.input[0] = "flat"
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([-1, TOP_K]), "sizes"))
+    proto.graph.node.insert(0, helper.make_node("Reshape", ["map", "sizes"], ["flat"]))
+    report = compared_model(ir.from_proto(onnx.shape_inference.infer_shapes(proto, data_prop=True)))
+    assert operator(report) is not None

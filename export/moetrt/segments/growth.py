@@ -374,7 +374,12 @@ def _over_tokens(operand: Operand, seed: Seed) -> Operand:
         tokens = write("Shape", [written(replace(weights, cast_to=None), write)], {"start": 0, "end": 1}, int64, [1])
         shape = write("Concat", [tokens, numbers(write, 1)], {"axis": 0}, int64, [2])
         count = dim(weights.value, 0) if _is_plain(weights) else None
-        return write("Expand", [value, shape], {}, value.dtype, [count, width])
+        if value.dtype != ir.DataType.BFLOAT16:
+            return write("Expand", [value, shape], {}, value.dtype, [count, width])
+        # ONNX Runtime has no Expand of bfloat16; float32 keeps its numbers.
+        wide = write("Cast", [value], {"to": ir.DataType.FLOAT}, ir.DataType.FLOAT, dims(value) or [])
+        wide = write("Expand", [wide, shape], {}, ir.DataType.FLOAT, [count, width])
+        return write("Cast", [wide], {"to": ir.DataType.BFLOAT16}, ir.DataType.BFLOAT16, [count, width])
 
     return Operand(operand.value, make=make)
 
