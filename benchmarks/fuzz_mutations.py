@@ -389,7 +389,10 @@ def operator(m: Mutant) -> str:
             attribute.i = 1 - attribute.i
         return f"{attribute.name} of '{node.name}' is another"
     choices = [(node, other) for node in m.nodes for group in _LIKE if node.op_type in group for other in group]
-    node, other = m.one([(node, other) for node, other in choices if node.op_type != other])
+    stored = {tensor.name for tensor in m.proto.graph.initializer}
+    # Of a computed exponent, one rounding decides whether it is whole, and the power of a negative number a number.
+    fits = [(node, other) for node, other in choices if other != "Pow" or node.input[1] in stored]
+    node, other = m.one([(node, other) for node, other in fits if node.op_type != other])
     text = f"{node.op_type} '{node.name}' is {other}"
     node.op_type = other
     return text
@@ -400,7 +403,7 @@ def factor(m: Mutant) -> str:
     edge = m.one(m.edges(lambda dtype, dims: dtype in _FLOATS[:2]))
     text = m.described(edge)
     kind, dims = m.types[m.nodes[edge[0]].input[edge[1]]]
-    numbers = m.one(([], [1], [dims[-1]] if dims and isinstance(dims[-1], int) else [1]))
+    numbers = m.one(([], [1], [dims[-1]] if dims and isinstance(dims[-1], int) and dims[-1] > 0 else [1]))
     values = [m.constant(m.random.uniform(0.5, 1.5, numbers), kind), m.constant(m.one((0.0, 1.0, -1.0, 0.25)), kind)]
     values += [name for name in m.before(edge[0]) if m.types[name][0] == kind and len(m.types[name][1]) == len(dims)]
     other = m.one(values)

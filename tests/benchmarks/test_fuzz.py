@@ -114,7 +114,7 @@ FAULTS: dict[str, Fault] = {
         12,
     ),
     "an entry beyond the rows": Fault([(routes, "_only_rows", _as_it_is)], ("swap",), 30),
-    "a broadcast": Fault([(growth, "_may_differ", lambda *arguments: False)], ("shape",), 137),
+    "a broadcast": Fault([(routes, "_check_alike", lambda *arguments: None)], ("shape",), 343),
 }
 
 
