@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from moetrt.library import Device, MoEFinalizeParams, PluginLibrary
 from tests.plugins.host.host_build import build_library
-from tests.plugins.host.host_kernel import TACTICS
+from tests.plugins.host.host_kernel import TACTICS, WHOLE_CHIP
 
 
 class HostLibrary(PluginLibrary):
@@ -30,4 +30,6 @@ def host_library() -> HostLibrary:
     functions.moetrt_last_error.restype = ctypes.c_char_p
     params = ctypes.POINTER(MoEFinalizeParams)
     functions.moetrt_moe_finalize_with_tactic.argtypes = (params, ctypes.c_int32, ctypes.c_void_p)
+    # The library is one for the whole process, and so is its current device.
+    functions.moetrt_host_set_device(WHOLE_CHIP)
     return HostLibrary(path, functions)

@@ -53,6 +53,12 @@ def plant(folder: Path, model: Path) -> tuple[Path, dict[str, str]]:
     return install(folder / "bin").parent, {VARIABLE: str(path)}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def doctor() -> None:
+    """As README's installation ends: the first command that needs TensorRT-RTX's link makes it, and says so."""
+    assert cli.run(["doctor"]) == 0
+
+
 @pytest.fixture(scope="session")
 def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the tutorial leaves behind."""

@@ -38,6 +38,7 @@ from moetrt.console import Output
 from moetrt.cuda_op import kernel_params
 from moetrt.errors import InputError
 from moetrt.library import PluginLibrary
+from tests.plugins.host.host_kernel import SM90_WITHOUT_CLUSTERS
 
 DEEPSEEK = MODELS["deepseek-v3"]
 
@@ -66,6 +67,12 @@ def test_a_dry_run_tries_every_step_and_measures_nothing(tmp_path: Path, capsys:
     assert len({row["setting"] for row in ours}) > 1
     assert sum(row["default"] for row in ours) == len(gpu_check.DRY_TOKENS)
     assert {row["contender"] for row in data["rows"]} >= {OURS, NO_PDL, ADD_NORM, SEPARATE, EAGER, COPY}
+
+
+def test_the_host_library_runs_on_the_whole_chip(tmp_path: Path) -> None:
+    """Whichever of the simulator's devices the kernel's own tests chose last in this process."""
+    host_library().functions.moetrt_host_set_device(SM90_WITHOUT_CLUSTERS)
+    assert gpu_check.main(["--dry-run", "--output", str(tmp_path), "--models", "deepseek-v3", "--tokens", "3"]) == 0
 
 
 def test_a_wrong_kernel_ends_the_run_as_a_failure(

@@ -61,6 +61,7 @@ class PerRoute:
         over: the rows that these few multiply, [T, K, H] or in the layout that ``k_first`` says.
         condition: of a mask that a Where on rows has, its truth values, and whether they keep a row or drop it.
         factor: of a mask that multiplies, what it multiplies by.
+        by_row: one number a row, in the rows' order: what picks the rows picks these.
     """
 
     value: ir.Value
@@ -71,6 +72,7 @@ class PerRoute:
     over: ir.Value | None = None
     condition: tuple["PerRoute", bool] | None = field(default=None, compare=False)
     factor: "PerRoute | None" = field(default=None, compare=False)
+    by_row: bool = False
 
 
 @dataclass
@@ -1051,6 +1053,8 @@ def per_route_operand(
         like: something of shape [T, K], where the graph has it.
     """
     value = place.value
+    if place.by_row and like is not None:
+        return Operand(value, make=lambda write: _picked_by_row(write, value, like)), None
     if place.over is not None:
         if not isinstance(top_k, int):
             return Operand(value), _unknown_k(value)
@@ -1114,6 +1118,17 @@ def _spread(write: Write, place: PerRoute, top_k: int, like: Operand | None) -> 
             whole = write("Transpose", [whole], {"perm": [1, 0]}, whole.dtype, [None, top_k])
     shape = write("Shape", [whole], {}, int64, [2])
     return write("Expand", [few, shape], {}, few.dtype, [dim(whole, 0), top_k])
+
+
+def _picked_by_row(write: Write, value: ir.Value, index: Operand) -> ir.Value:
+    """[T, K] out of one number a row."""
+    int64 = ir.DataType.INT64
+    flat = write("Constant", [], {"value": ir.tensor([-1], dtype=int64)}, int64, [1])
+    numbers = write("Reshape", [value, flat], {}, value.dtype, [None])
+    places = written(replace(index, cast_to=None), write)
+    picked = write("Gather", [numbers, places], {"axis": 0}, value.dtype, [])
+    picked.shape = places.shape
+    return picked
 
 
 def _transposed(write: Write, value: ir.Value, top_k: int | str | None) -> ir.Value:

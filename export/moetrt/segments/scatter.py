@@ -1,6 +1,6 @@
 """A finalize that adds weighted rows into the tokens: ``zeros.index_add(0, token, rows * weights)``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -158,10 +158,12 @@ def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: 
     elif order is not None:
         for number, weights in enumerate(found.weights):
             source = sorted_source(weights.value, order)
-            if source is None:
-                problem = f"the weights '{weights.value.name}' are not sorted as the rows are, by '{order.name}'"
-            else:
+            if source is not None:
                 found.weights[number] = strip(PerRoute(source), found)
+            elif weights.over is None:
+                found.weights[number] = replace(weights, by_row=True)
+            else:
+                problem = f"the weights '{weights.value.name}' are not sorted as the rows are, by '{order.name}'"
     found.top_k = top_k
     index = inverse_map(order, top_k) if order is not None and top_k is not None else None
     end = _with_zeros(node)
