@@ -314,3 +314,29 @@ def test_terms_of_bfloat16_over_tokens_that_nobody_counts() -> None:
     proto.graph.node.insert(0, helper.make_node("Reshape", ["map", "sizes"], ["flat"]))
     report = compared_model(ir.from_proto(onnx.shape_inference.infer_shapes(proto, data_prop=True)))
     assert operator(report) is not None
+
+
+@pytest.mark.parametrize("to", [TensorProto.BOOL, TensorProto.INT8, TensorProto.INT32])
+def test_case_42_a_length_that_a_cast_changes(to: int) -> None:
+    """Up to 2**32 + 1 columns are all of them; cast to BOOL, INT8 or INT32 that number is 1."""
+    g = Graph()
+    end = g.op("Cast", g.op("Cast", g.ints(2**32 + 1), to=to), to=INT64)
+    picked = g.op("Gather", g.input("rows", ["R", HIDDEN]), g.input("map", ["T", TOP_K], INT64), axis=0)
+    part = g.op("Slice", picked, g.ints(0), end, g.ints(2))
+    routed = g.op("Einsum", g.input("weights", ["T", TOP_K]), part, equation="tk,tkh->th")
+    compared(g, routed)
+
+
+def test_case_42_the_first_of_no_tokens() -> None:
+    """The first token's weights, for all: of 0 tokens there are none."""
+    g = Graph()
+    first = g.op("Slice", g.input("weights", ["T", TOP_K]), g.ints(0), g.ints(1), g.ints(0))
+    matrix = g.op("OneHot", g.op("Max", g.input("map", ["T", TOP_K], INT64), g.const(0, INT64)), *one_hot_ends(g))
+    combined = g.op("ReduceSum", g.mul(matrix, g.op("Unsqueeze", first, g.ints(-1))), g.ints(1), keepdims=0)
+    compared(g, g.op("MatMul", combined, "rows"))
+
+
+def one_hot_ends(g: Graph) -> tuple[str, str]:
+    """As many columns as there are rows; 0 and 1."""
+    count = g.op("Shape", g.input("rows", ["R", HIDDEN]), end=1)
+    return count, g.const([0.0, 1.0])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 _MOST_ELEMENTS = 64
 """Of a K, of axes, of a shape: what an operator takes sizes from."""
@@ -31,6 +31,55 @@ def prepare(proto: onnx.ModelProto) -> onnx.ModelProto:
     _copy_constants(proto.graph, {})
     _replace_operators(proto.graph, proto.graph, {})
     return proto
+
+
+_NARROW = {
+    TensorProto.BOOL: "Not",
+    TensorProto.INT8: "Abs",
+    TensorProto.INT16: "Abs",
+    TensorProto.UINT8: "Abs",
+    TensorProto.UINT16: "Abs",
+}
+"""Dtypes that do not hold every length, and an elementwise operator that inference reads no numbers through."""
+
+_LARGEST = {
+    TensorProto.INT32: 2**31 - 1,
+    TensorProto.DOUBLE: 2**53,
+    TensorProto.FLOAT: 2**24,
+    TensorProto.FLOAT16: 2**11,
+    TensorProto.BFLOAT16: 2**8,
+}
+"""Up to what number each dtype keeps every integer."""
+
+
+def hide_changed_numbers(graph: onnx.GraphProto) -> None:
+    """Writes ``graph`` so that inference reads no number through a Cast that changes it.
+
+    onnx and ONNX Runtime take what is cast for the same number, also as BOOL. After the Cast comes an operator that
+    they read no numbers through.
+    """
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    changed: list[tuple[int, onnx.NodeProto, str]] = []
+    for place, node in enumerate(graph.node):
+        for body in _bodies(node):
+            hide_changed_numbers(body)
+        if node.op_type == "Constant" and (made := _tensor_of(node)) is not None:
+            tensors[node.output[0]] = made
+        elif node.op_type == "Cast":
+            kind = next((a.i for a in node.attribute if a.name == "to"), TensorProto.UNDEFINED)
+            if kind in _NARROW or _is_beyond(tensors.get(node.input[0]), _LARGEST.get(kind)):
+                changed.append((place, node, _NARROW.get(kind, "Abs")))
+    for place, node, op_type in reversed(changed):
+        name = node.output[0]
+        node.output[0] = f"{name}/cast"
+        graph.node.insert(place + 1, helper.make_node(op_type, [node.output[0]], [name]))
+
+
+def _is_beyond(tensor: onnx.TensorProto | None, largest: int | None) -> bool:
+    if tensor is None or largest is None or not _is_small(tensor):
+        return False
+    numbers = numpy_helper.to_array(tensor)
+    return numbers.dtype.kind in "iu" and any(abs(int(number)) > largest for number in numbers.ravel())
 
 
 def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -108,7 +157,7 @@ def _standard(
     if node.op_type == "MatMulNBits":
         weight = f"{output}/weight"
         sizes = [numbers.get("K"), numbers.get("N")]
-        outermost.input.append(helper.make_tensor_value_info(weight, onnx.TensorProto.FLOAT, sizes))
+        outermost.input.append(helper.make_tensor_value_info(weight, TensorProto.FLOAT, sizes))
         return [helper.make_node("MatMul", [node.input[0], weight], [output])]
     if node.op_type not in _PRODUCTS or numbers.get("transBatchA") or numbers.get("transBatchB"):
         return None

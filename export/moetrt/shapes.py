@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx import numpy_helper
 
 from moetrt.graphs import graphs_of, nodes_of
-from moetrt.inference import prepare
+from moetrt.inference import hide_changed_numbers, prepare
 from moetrt.onnx_files import without_external_data
 from moetrt.onnx_op import attach_functions, remove_functions
 from moetrt.quiet import quiet
@@ -148,6 +148,7 @@ def _fixed(model: ir.Model) -> onnx.ModelProto:
     if len(kept) < len(proto.graph.initializer):
         del proto.graph.initializer[:]
         proto.graph.initializer.extend(kept)
+    hide_changed_numbers(proto.graph)
     return proto
 
 
@@ -245,6 +246,14 @@ def _infer_symbols(model: ir.Model, same: Mapping[str, str], *, merge: bool = Fa
             # What meets a number may be 1.
             if not any(isinstance(size, int) for size in symbols):
                 super()._add_suggested_merge(symbols, apply)
+
+        def _infer_Slice(self, node: onnx.NodeProto) -> None:
+            # It takes the first of any number for one; of none there is none.
+            super()._infer_Slice(node)
+            source, part = (self.known_vi_[name].type.tensor_type.shape for name in (node.input[0], node.output[0]))
+            for axis, (size, taken) in enumerate(zip(source.dim, part.dim, strict=False)):
+                if taken.HasField("dim_value") and not size.HasField("dim_value"):
+                    taken.dim_param = str(self._new_symbolic_dim_from_output(node, 0, axis))
 
     inference = Inference(int_max=2**31 - 1, auto_merge=merge, guess_output_rank=False, verbose=0)
     try:
