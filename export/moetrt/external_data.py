@@ -139,7 +139,7 @@ def _check_file(source: Path, tensor: str, location: str) -> None:
         raise InputError(f"ONNX model '{source}' needs its data file '{location}' beside it: {error}") from error
 
 
-_WITHOUT_TENSORS = ("value_info", "metadata_props")
+_WITHOUT_TENSORS = ("value_info", "metadata_props", "input", "output", "opset_import")
 """Fields of ONNX's messages that hold no tensor, and most of what a deep model's graph has."""
 
 _WITHIN = {

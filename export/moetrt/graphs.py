@@ -18,19 +18,30 @@ def graphs_of(model: ir.Model) -> Iterator[ir.Graph]:
 
 def _find_bodies(graph: ir.Graph, found: dict[ir.Graph, None]) -> None:
     for node in graph:
-        # Most nodes have no attribute, which their own dict says soonest.
-        for attribute in node.attributes.data.values():
-            if attribute.type == ir.AttributeType.GRAPH:
-                bodies = [attribute.as_graph()]
-            elif attribute.type == ir.AttributeType.GRAPHS:
-                bodies = list(attribute.as_graphs())
-            else:
-                continue
-            for body in bodies:
-                found.setdefault(body)
-                _find_bodies(body, found)
+        for body in _bodies(node):
+            found.setdefault(body)
+            _find_bodies(body, found)
+
+
+def _bodies(node: ir.Node) -> list[ir.Graph]:
+    # Most nodes have no attribute, which their own dict says soonest.
+    bodies: list[ir.Graph] = []
+    for attribute in node.attributes.data.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            bodies.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            bodies += attribute.as_graphs()
+    return bodies
 
 
 def nodes_of(model: ir.Model) -> Iterator[ir.Node]:
-    """The nodes of all graphs of ``model``, those of bodies last."""
-    return (node for graph in graphs_of(model) for node in graph)
+    """The nodes of all graphs of ``model``, those of bodies last; none is added or taken out on the way."""
+    bodies: dict[ir.Graph, None] = {}
+    for node in model.graph:
+        yield node
+        if node.attributes.data:
+            for body in _bodies(node):
+                bodies.setdefault(body)
+                _find_bodies(body, bodies)
+    for body in bodies:
+        yield from body

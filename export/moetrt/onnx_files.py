@@ -64,7 +64,8 @@ def _places(model: ir.Model) -> Iterator[_Place]:
             if value.const_value is not None:
                 yield _initializer_place(value, value.const_value)
         for node in graph:
-            for name, attribute in list(node.attributes.items()):
+            # Most nodes have no attribute, which their own dict says soonest.
+            for name, attribute in list(node.attributes.items()) if node.attributes.data else ():
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
                     yield _attribute_place(node, name, attribute.value)
 
@@ -528,6 +529,9 @@ def without_external_data(proto: onnx.ModelProto) -> onnx.ModelProto:
     return lean
 
 
+_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+
+
 def _take_out_external(graph: onnx.GraphProto) -> list[tuple[str, onnx.TensorProto]]:
     """Removes external initializers and Constant nodes, of inner graphs too, which may read the outer inputs."""
     found: list[tuple[str, onnx.TensorProto]] = []
@@ -539,7 +543,7 @@ def _take_out_external(graph: onnx.GraphProto) -> list[tuple[str, onnx.TensorPro
     for index in reversed(range(len(graph.node))):
         node = graph.node[index]
         for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
+            for inner in (attribute.g, *attribute.graphs) if attribute.type in _GRAPHS else ():
                 found += _take_out_external(inner)
             if node.op_type == "Constant" and attribute.t.data_location == onnx.TensorProto.EXTERNAL:
                 found.append((node.output[0], onnx.TensorProto.FromString(attribute.t.SerializeToString())))

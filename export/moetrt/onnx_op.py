@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from moetrt.definition import evaluate
 from moetrt.errors import InputError, InputTypeError
+from moetrt.graphs import nodes_of
 from moetrt.spec import (
     DATA_DTYPES,
     DOMAIN,
@@ -188,7 +189,7 @@ def attach_functions(model: ir.Model) -> None:
     would take the functions away again.
     """
     remove_functions(model)
-    nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if operator_of(node)]
+    nodes = [node for node in nodes_of(model) if operator_of(node)]
     if not nodes:
         return
     opset = model.graph.opset_imports[""]

@@ -181,8 +181,10 @@ def _fill_bodies(model: ir.Model) -> None:
 
 def _compute_sizes(graph: ir.Graph, proto: onnx.GraphProto, *, inner: bool = False) -> None:
     """Nodes of a body that compute the same small integers on every run become Constant nodes, in ``proto`` alone."""
-    own = {node.outputs[0].name or "": node for node in graph}
-    for node in proto.node:
+    # Most models have no node with a body.
+    nodes = [node for node in proto.node if inner or any(a.HasField("g") for a in node.attribute)]
+    own = {node.outputs[0].name or "": node for node in graph} if nodes else {}
+    for node in nodes:
         ours = own.get(node.output[0])
         if ours is None:
             continue
