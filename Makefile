@@ -72,9 +72,9 @@ lint: $(VENV)/.packages
 browser:
 	@.ci/browser
 
-# A process a core, files whole, so that what a file's tests share is made once.
+# A process a core, files whole, so that what a file's tests share is made once; tests/conftest.py orders them.
 unit: install browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test: lint unit
 

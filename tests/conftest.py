@@ -14,6 +14,14 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 
 
+LONGEST = ("test_families.py", "test_mapping_foreign.py", "test_sanitizers.py", "test_mapping.py")
+"""Files that begin before all others, so that none of them is what one of several processes does alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """SIGINT raises KeyboardInterrupt, also where the tests run in the background of a shell, which ignores it."""

@@ -22,10 +22,15 @@ NAME = "qwen3_moe"
 
 @pytest.fixture(scope="session")
 def rows() -> dict[str, Family]:
-    """Every family in float32 and by turns in one of the dtypes of 16 bits; `make families` runs them all in all."""
-    names, jobs = family_names(), families.default_jobs()
-    done = [*run_families(names[::2], dtypes=("fp32", "bf16"), jobs=jobs)]
-    done += run_families(names[1::2], dtypes=("fp32", "fp16"), jobs=jobs)
+    """Every family in a dtype of 16 bits by turns, every third in float32 too; `make families` runs all in all.
+
+    In float32 more of them are in tests/test_lengths.py, test_capture_models.py and test_mapping_foreign_models.py.
+    """
+    names = family_names()
+    both = [NAME, *names[::3]]
+    others = [name for name in names if name not in both]
+    done = [*run_families(both, dtypes=("fp32", "bf16"), jobs=families.default_jobs())]
+    done += [*run_families(others[::2], dtypes=("fp16",)), *run_families(others[1::2], dtypes=("bf16",))]
     return {row.name: row for row in done}
 
 
@@ -40,7 +45,7 @@ def test_a_family_goes_through_all_steps(rows: dict[str, Family], name: str) -> 
     row = rows[name]
     assert row.problems() == []
     assert row.ok
-    assert len(row.variants) == 2
+    assert set(row.variants) & {"bf16", "fp16"}
 
 
 def test_the_page_has_what_came_out(rows: dict[str, Family]) -> None:

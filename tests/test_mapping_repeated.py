@@ -8,6 +8,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from benchmarks import fuzz_graphs
 from benchmarks.fuzz_compare import Comparison, Session, feeds_of
 from benchmarks.fuzz_graphs import accumulated_in_float32
 from moetrt.mapping import map_model
@@ -340,3 +341,85 @@ def one_hot_ends(g: Graph) -> tuple[str, str]:
     """As many columns as there are rows; 0 and 1."""
     count = g.op("Shape", g.input("rows", ["R", HIDDEN]), end=1)
     return count, g.const([0.0, 1.0])
+
+
+def sorted_rows(g: Graph, rows: str, order: str, sorted_weights: str) -> str:
+    """Rows that lie as ``order`` sorts the routes, added into their tokens."""
+    token = g.op("Unsqueeze", g.op("Div", order, g.const(TOP_K, INT64)), g.ints(-1))
+    sizes = g.op("Concat", g.op("Shape", "ids", end=1), g.ints(HIDDEN), axis=0)
+    products = g.mul(rows, g.op("Unsqueeze", sorted_weights, g.ints(-1)))
+    return g.op("ScatterND", g.op("Expand", g.const(0.0), sizes), token, products, reduction="add")
+
+
+def argsort(g: Graph) -> str:
+    flat = g.op("Reshape", g.input("ids", ["T", TOP_K], INT64), g.ints(-1))
+    return f"{g.op('TopK', flat, g.op('Shape', flat), count=2, largest=0)}_1"
+
+
+@pytest.mark.parametrize("bound", [20, 40])
+def test_case_42_a_bound_beyond_few_tokens(bound: int) -> None:
+    """The routes beyond a number are another token's: with few tokens there are none."""
+    g = Graph()
+    order, most = argsort(g), g.const(bound, INT64)
+    bounded = g.op("Where", g.op("Greater", order, most), most, order)
+    weights = g.op("Gather", g.op("Reshape", g.input("weights", ["T", TOP_K]), g.ints(-1)), bounded, axis=0)
+    report = compared(g, sorted_rows(g, g.input("rows", ["N", HIDDEN]), bounded, weights))
+    assert operator(report) is None
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_case_42_one_row_for_all_routes(is_sorted: bool) -> None:
+    g = Graph()
+    row = g.op("ReduceSum", g.input("rows", ["N", HIDDEN]), g.ints(0), keepdims=1)
+    if is_sorted:
+        order = argsort(g)
+        weights = g.op("Gather", g.op("Reshape", g.input("weights", ["T", TOP_K]), g.ints(-1)), order, axis=0)
+        routed = sorted_rows(g, row, order, weights)
+    else:
+        chosen = g.op("TopK", g.input("scores", ["T", 4]), g.ints(TOP_K), count=2)
+        products = g.mul(row, g.op("Reshape", chosen, g.ints(-1, 1)))
+        routed = g.op("ReduceSum", g.op("Reshape", products, g.ints(-1, TOP_K, HIDDEN)), g.ints(1), keepdims=0)
+    assert operator(compared(g, routed)) is None
+
+
+def test_case_42_a_part_of_the_tokens_of_the_picked_rows() -> None:
+    """Of one token there is none left, and of two the one is repeated."""
+    g = Graph()
+    picked = g.op("Gather", g.input("rows", ["R", HIDDEN]), g.input("map", [TOP_K, "T"], INT64), axis=0)
+    later = g.op("Slice", picked, g.ints(1), g.ints(2**63 - 1), g.ints(1))
+    products = g.mul(later, g.op("Unsqueeze", g.input("weights", [TOP_K, "T"]), g.ints(-1)))
+    assert operator(compared(g, g.op("ReduceSum", products, g.ints(0), keepdims=0))) is None
+
+
+def test_case_42_a_matrix_of_two_tokens_or_more() -> None:
+    g = Graph()
+    chosen = g.op("TopK", g.input("scores", ["T", 4]), g.ints(TOP_K), count=2)
+    sizes = g.op("Max", g.op("Concat", g.op("Shape", "scores", end=1), g.ints(4), axis=0), g.ints(2))
+    zeros = g.op("Expand", g.const(0.0), sizes)
+    matrix = g.op("ScatterElements", zeros, f"{chosen}_1", chosen, axis=1)
+    routed = g.op("Einsum", matrix, g.input("rows", [4, "T", HIDDEN]), equation="te,eth->th")
+    assert operator(compared(g, routed)) is None
+
+
+def test_case_42_a_sum_with_as_many_rows_as_there_are() -> None:
+    """The residual is one token's and all rows', or all tokens' and one row's."""
+    g = Graph()
+    routed = gathered(g, ["T", TOP_K], ["T", TOP_K])
+    wide = g.add("rows", g.input("more", ["T", HIDDEN]))
+    again = g.op("Reshape", g.op("Reshape", wide, g.ints(-1, HIDDEN)), g.op("Shape", wide))
+    report = compared(g, g.add(routed, again))
+    assert "residual" not in report.sites[0].inputs
+
+
+def test_case_42_weights_of_one_token_in_bfloat16() -> None:
+    """ONNX Runtime has no Expand of bfloat16."""
+    model = ir.from_proto(fuzz_graphs.accumulated_in_float32())
+    weights = next(value for value in model.graph.inputs if value.name == "weights")
+    weights.dtype, weights.shape = ir.DataType.BFLOAT16, ir.Shape([1, TOP_K])
+    (column,) = weights.consumers()
+    column.outputs[0].dtype = ir.DataType.BFLOAT16
+    cast = ir.node("Cast", [column.outputs[0]], {"to": ir.DataType.FLOAT})
+    column.outputs[0].replace_all_uses_with(cast.outputs[0])
+    cast.replace_input_with(0, column.outputs[0])
+    model.graph.insert_after(column, cast)
+    assert operator(compared_model(model)) == "MoEFinalizeAddRMSNorm"

@@ -17,7 +17,7 @@ from moetrt.onnx_files import without_external_data
 from moetrt.onnx_op import attach_functions, remove_functions
 from moetrt.quiet import quiet
 from moetrt.segments.constants import ints
-from moetrt.segments.reading import FLOAT_DTYPES, dim, is_op, rank
+from moetrt.segments.reading import FLOAT_DTYPES, dim, input_of, is_op, rank
 
 
 def name_dimensions(model: ir.Model) -> dict[ir.Value, ir.Shape]:
@@ -98,6 +98,58 @@ def fill_in_shapes(model: ir.Model) -> None:
         if _lacks_widths(model):
             _fill_symbols(model)
     _fill_updates(model)
+    if _name_own_sizes(model):
+        with _forgotten(filter(_has_unknown, values)):
+            _fill_by_onnx(model)
+
+
+def _name_own_sizes(model: ir.Model) -> bool:
+    """Gives a name to each unknown size that is surely another one than those that it is made of.
+
+    A part of a dimension is such, a larger or smaller one of two sizes, and what two of other names are spread to. The
+    names that onnx makes up stand for any size.
+
+    Returns:
+        whether there are such.
+    """
+    found = False
+    for node in nodes_of(model):
+        output = node.outputs[0] if node.outputs else None
+        if output is None or output.shape is None or not any(map(_is_unknown, output.shape)):
+            continue
+        own = _own_sizes(node)
+        sizes = [
+            f"{output.name}_dim_{axis}" if _is_unknown(size) and axis in own else size
+            for axis, size in enumerate(output.shape)
+        ]
+        if own:
+            output.shape, found = ir.Shape(sizes), True
+    return found
+
+
+def _own_sizes(node: ir.Node) -> set[int]:
+    """The axes of a node's output along which it has another size than what it is made of."""
+    output = node.outputs[0]
+    ndim = rank(output) or 0
+    if is_op(node, "Slice"):
+        starts, ends, axes, steps = (ints(input_of(node, place)) for place in (1, 2, 3, 4))
+        if starts is None or ends is None:
+            return set()
+        along = axes if axes is not None else list(range(len(starts)))
+        whole = zip(along, starts, ends, steps or [1] * len(starts), strict=False)
+        return {axis % ndim for axis, start, end, step in whole if (start, step) != (0, 1) or end < 2**31 - 1}
+    if is_op(node, "Expand", "ConstantOfShape", "Reshape"):
+        sizes = node.inputs[-1]
+        return set(range(ndim)) if sizes is not None and is_op(sizes.producer(), "Max", "Min", "Clip") else set()
+    if not is_op(node, *_ELEMENTWISE):
+        return set()
+    own = set()
+    shapes = [[*reversed(value.shape)] for value in node.inputs if value is not None and value.shape is not None]
+    for back in range(1, ndim + 1):
+        met = {str(shape[back - 1]) for shape in shapes if len(shape) >= back and not isinstance(shape[back - 1], int)}
+        if len(met) > 1 and all(size.isidentifier() and not size.startswith("unk__") for size in met):
+            own.add(ndim - back)
+    return own
 
 
 def _fill_updates(model: ir.Model) -> None:

@@ -17,6 +17,7 @@ from moetrt.segments.routes import (
     are_rows,
     given,
     index_of,
+    is_repeated,
     never_negative,
     picked_seed,
     set_other_masks_apart,
@@ -163,7 +164,7 @@ def _in_order(total: Sum, data: ir.Value, rows: Rows) -> Seed | None:
     """Rows that nothing picks: one a route, or one an expert and token."""
     found = total.found
     width = dim(data, -1)
-    if not are_rows(data, 2, 3, 4) or not isinstance(width, int):
+    if not are_rows(data, 2, 3, 4) or not isinstance(width, int) or is_repeated(data):
         return None
     if not found.weights:
         return _unweighted(total, data, rows)

@@ -27,7 +27,7 @@ from moetrt.segments.reading import (
 )
 from moetrt.segments.rms_norm import RmsNorm, find_rms_norm, what_follows
 from moetrt.segments.sizes import first_unequal, has_other_length, is_named, is_said, surely_equal
-from moetrt.segments.tail import Operand, Seed, Term, Write, written
+from moetrt.segments.tail import Operand, Seed, Term, Write, expanded, written
 from moetrt.segments.untyped import unknown_of
 
 _WIDENED = "InsertedPrecisionFreeCast_"
@@ -374,12 +374,7 @@ def _over_tokens(operand: Operand, seed: Seed) -> Operand:
         tokens = write("Shape", [written(replace(weights, cast_to=None), write)], {"start": 0, "end": 1}, int64, [1])
         shape = write("Concat", [tokens, numbers(write, 1)], {"axis": 0}, int64, [2])
         count = dim(weights.value, 0) if _is_plain(weights) else None
-        if value.dtype != ir.DataType.BFLOAT16:
-            return write("Expand", [value, shape], {}, value.dtype, [count, width])
-        # ONNX Runtime has no Expand of bfloat16; float32 keeps its numbers.
-        wide = write("Cast", [value], {"to": ir.DataType.FLOAT}, ir.DataType.FLOAT, dims(value) or [])
-        wide = write("Expand", [wide, shape], {}, ir.DataType.FLOAT, [count, width])
-        return write("Cast", [wide], {"to": ir.DataType.BFLOAT16}, ir.DataType.BFLOAT16, [count, width])
+        return expanded(write, value, shape, [count, width])
 
     return Operand(operand.value, make=make)
 

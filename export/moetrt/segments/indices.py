@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from moetrt.segments.constants import constant
+from moetrt.segments.constants import constant, ints
 from moetrt.segments.reading import dims, is_op
 
 _MOST_NODES = 96
@@ -23,6 +23,19 @@ _OPS = frozenset(
     }
 )
 """What numbers of tokens and rows are computed with. None of them depends on more than sizes and the permutation."""
+
+
+TRIALS = range(4)
+ALL_ONE, ALL_NONE = -1, -2
+
+LARGEST_COMPARED = 32
+"""K is no larger; a number above it, which a formula compares with, may make it another one beyond the trials."""
+
+_COMPARING = ("Div", "Equal", "Greater", "Less", "Mod", "Slice")
+_NARROW = (
+    *(ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16),
+    *(ir.DataType.FLOAT16, ir.DataType.BFLOAT16),
+)
 
 
 class Sizes:
@@ -40,14 +53,18 @@ class Sizes:
         try:
             symbols = symbolic.free_symbols()
             for symbol in symbols:
-                self._known.setdefault(symbol, 2 + (3 * len(self._known) + 5 * self._trial) % 7)
+                self._known.setdefault(symbol, self._next())
             number = symbolic.evaluate({symbol: self._known[symbol] for symbol in symbols})
             return number if isinstance(number, int) else None
         except ValueError:  # a name that is no expression
-            return self._known.setdefault(size, 2 + (3 * len(self._known) + 5 * self._trial) % 7)
+            return self._known.setdefault(size, self._next())
 
-
-TRIALS = range(4)
+    def _next(self) -> int:
+        """The last of `TRIALS` is beyond what a formula compares with; `ALL_ONE` and `ALL_NONE` are of one number."""
+        if self._trial in (ALL_ONE, ALL_NONE):
+            return int(self._trial == ALL_ONE)
+        small = 2 + (3 * len(self._known) + 5 * self._trial) % 7
+        return small + (LARGEST_COMPARED if self._trial == TRIALS[-1] else 0)
 
 
 @dataclass(frozen=True)
@@ -101,12 +118,24 @@ def formula(value: ir.Value, permutation: ir.Value | None = None) -> Formula | N
             constants[current.name] = tensor
         elif node is not None and is_op(node, "Shape"):
             shapes[current.name] = node
-        elif node is not None and is_op(node, *_OPS) and len(nodes) < _MOST_NODES:
+        elif node is not None and is_op(node, *_OPS) and len(nodes) < _MOST_NODES and not _may_differ_beyond(node):
             pending.append((current, True))
             pending += [(operand, False) for operand in node.inputs if operand is not None]
         else:
             return None
     return Formula(value, permutation, _evaluator(value, permutation, nodes, shapes, constants), shapes)
+
+
+def _may_differ_beyond(node: ir.Node) -> bool:
+    """Whether a node may be something else for larger numbers than those of the trials."""
+    if is_op(node, "Cast"):
+        return node.outputs[0].dtype in _NARROW
+    if not is_op(node, *_COMPARING):
+        return False
+    operands = node.inputs[1:] if is_op(node, "Slice") else node.inputs
+    numbers = [abs(number) for operand in operands for number in ints(operand) or ()]
+    # A Slice that goes on to the end says so by the largest integer.
+    return any(LARGEST_COMPARED < number < 2**31 - 1 for number in numbers)
 
 
 def _evaluator(

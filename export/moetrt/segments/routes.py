@@ -26,7 +26,7 @@ from moetrt.segments.reading import (
     sole_reader,
 )
 from moetrt.segments.sizes import column_sizes, has_other_length, is_named, is_said, may_be_repeated, surely_equal
-from moetrt.segments.tail import Operand, Seed, Write, written
+from moetrt.segments.tail import Operand, Seed, Write, expanded, written
 
 _INT32 = ir.DataType.INT32
 INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
@@ -744,6 +744,11 @@ def are_rows(value: ir.Value, *ranks: int) -> bool:
     return not is_constant(value) and rank(value) in ranks and value.dtype in FLOAT_DTYPES
 
 
+def is_repeated(rows: ir.Value) -> bool:
+    """Whether what nothing picks is one row, which is repeated for all routes."""
+    return rank(rows) == 2 and dim(rows, 0) == 1
+
+
 def picked_seed(
     form: str,
     end: ir.Node,
@@ -1117,7 +1122,7 @@ def _spread(write: Write, place: PerRoute, top_k: int, like: Operand | None) -> 
         if place.k_first:
             whole = write("Transpose", [whole], {"perm": [1, 0]}, whole.dtype, [None, top_k])
     shape = write("Shape", [whole], {}, int64, [2])
-    return write("Expand", [few, shape], {}, few.dtype, [dim(whole, 0), top_k])
+    return expanded(write, few, shape, [dim(whole, 0), top_k])
 
 
 def _picked_by_row(write: Write, value: ir.Value, index: Operand) -> ir.Value:

@@ -17,6 +17,7 @@ from moetrt.segments.routes import (
     Rows,
     are_rows,
     given,
+    is_repeated,
     strip,
     unit_weights,
     walk_back,
@@ -144,6 +145,8 @@ def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: 
     order = permutation_behind(added.token)
     top_k = tokens_of_routes(added.token, order, dim(added.into, 0))
     in_order = order is None and not found.weights
+    if is_repeated(data):
+        return None
     if not found.weights and (top_k is None or (in_order and not by_chosen_experts(data, top_k))):
         # Rows without weights are a MoE's where they lie as the routes were sorted, or where a router chose experts.
         return None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from moetrt.segments.indices import TRIALS, Sizes
+from moetrt.segments.indices import ALL_NONE, ALL_ONE, TRIALS, Sizes
 from moetrt.segments.reading import SHAPE_OPS, dim, dims, is_op, may_be_equal, rank
 
 Size = int | str | None
@@ -17,10 +17,11 @@ def surely_equal(one: Size, other: Size) -> bool:
         return one is not None and one == other
     if one == other:
         return True
-    for trial in TRIALS:
+    for trial in (*TRIALS, ALL_ONE, ALL_NONE):
         sizes = Sizes(trial)
-        number = sizes.of(one)
-        if number is None or number != sizes.of(other):
+        numbers = (sizes.of(one), sizes.of(other))
+        # What divides by a size has no number where that is 0.
+        if numbers[0] != numbers[1] or (None in numbers and trial != ALL_NONE):
             return False
     return True
 

@@ -45,6 +45,17 @@ def written(operand: Operand, write: Write) -> ir.Value:
     return value
 
 
+def expanded(write: Write, value: ir.Value, shape: ir.Value, known: Sequence[int | str | None]) -> ir.Value:
+    """``value`` in the shape that ``shape`` holds, ``known`` so far."""
+    if value.dtype != ir.DataType.BFLOAT16:
+        return write("Expand", [value, shape], {}, value.dtype, known)
+    # ONNX Runtime has no Expand of bfloat16; float32 keeps its numbers.
+    wide = write("Cast", [value], {"to": ir.DataType.FLOAT}, ir.DataType.FLOAT, [])
+    wide.shape = value.shape
+    wide = write("Expand", [wide, shape], {}, ir.DataType.FLOAT, known)
+    return write("Cast", [wide], {"to": ir.DataType.BFLOAT16}, ir.DataType.BFLOAT16, known)
+
+
 @dataclass
 class Term:
     """One thing added to the routed part: ``scale * sigmoid(gate) * operand``.
