@@ -303,6 +303,18 @@ def test_case_53_a_scale_for_each_column_is_of_no_format(tmp_path: Path, scales:
         dequantize(tensors, Declared(None, fp4=False), "it")
 
 
+@pytest.mark.parametrize("kind", ["float", "exponent", "mxfp4"])
+def test_case_53_a_scale_that_is_no_number_is_refused(tmp_path: Path, kind: str) -> None:
+    """Of exponents, the byte 255 is NaN."""
+    nan = torch.tensor([[1.0, float("nan")]]) if kind == "float" else torch.tensor([[127, 255]], dtype=torch.uint8)
+    weight = {"a.weight": torch.ones(1, 64).to(E4M3), "a.weight_scale": nan}
+    blocks = {"a_blocks": torch.zeros(1, 1, 2, 16, dtype=torch.uint8), "a_scales": nan[None]}
+    tensors = stored(tmp_path / "f", blocks if kind == "mxfp4" else weight)
+    (joined,) = dequantize(tensors, Declared((1, 32), fp4=False), "it").values()
+    with pytest.raises(InputError, match=r"it: its weights have NaN or Inf in a.*_scales?; finite scales are taken"):
+        joined[...]
+
+
 def test_case_54_a_weight_beside_its_own_blocks_is_refused(tmp_path: Path) -> None:
     tensors = {
         "a.down_proj": torch.zeros(1, 32, 2),

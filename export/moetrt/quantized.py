@@ -170,7 +170,10 @@ def _mxfp4(name: str, blocks: Stored, scales: Stored, where: str) -> Dequantized
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         # Two significant bits times a power of two: bfloat16 holds it exactly, at half the memory.
-        numbers: torch.Tensor = convert_moe_packed_tensors(blocks[...], scales[...], dtype=torch.bfloat16)
+        exponents = scales[...]
+        if (exponents == _NAN_EXPONENT).any():
+            raise _not_finite(f"{name}_scales", where)
+        numbers: torch.Tensor = convert_moe_packed_tensors(blocks[...], exponents, dtype=torch.bfloat16)
         return numbers
 
     experts, rows, groups, size = blocks.shape
@@ -202,10 +205,20 @@ def _scaled(name: str, weight: Stored, scale_name: str, scale: Stored, declared:
     def read() -> torch.Tensor:
         factor = scale[...].float()
         if exponents:
-            factor = torch.exp2(factor - 127)
+            factor = torch.where(factor == _NAN_EXPONENT, torch.nan, torch.exp2(factor - 127))
+        if not factor.isfinite().all():
+            raise _not_finite(scale_name, where)
         return (_unpacked(weight[...]) if fp4 else weight[...].float()) * spread(factor)
 
     return Dequantized(shape, read)
+
+
+_NAN_EXPONENT = 255
+"""Of E8M0, the format of exponents in the OCP Microscaling specification."""
+
+
+def _not_finite(scale_name: str, where: str) -> InputError:
+    return InputError(f"{where}: its weights have NaN or Inf in {scale_name}; finite scales are taken")
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
