@@ -24,6 +24,7 @@ from moetrt.segments.routes import (
     weighted_seed,
     without_reshapes,
 )
+from moetrt.segments.sizes import surely_equal
 from moetrt.segments.tail import Operand, Seed, Term
 
 FORM = "index_add"
@@ -163,7 +164,7 @@ def _of_routes(node: ir.Node, added: _Added, rows: Rows, data: ir.Value, found: 
             source = sorted_source(weights.value, order)
             if source is not None:
                 found.weights[number] = strip(PerRoute(source), found)
-            elif weights.over is None:
+            elif weights.over is None and surely_equal(dim(weights.value, 0), dim(order, 0)):
                 found.weights[number] = replace(weights, by_row=True)
             else:
                 problem = f"the weights '{weights.value.name}' are not sorted as the rows are, by '{order.name}'"
