@@ -6,8 +6,8 @@ place of the inputs changes in float64 counts as its own too, and eight rounding
 its largest value, are allowed beside. Where float64 makes another decision than both
 (a comparison, a rounding to integers), or cannot be run, the graph itself is what the mapped one is held against.
 
-NaN and Inf must be where the graph has them, but where only its own arithmetic overflows (float64 is finite there);
-Inf in place of NaN is as loud.
+NaN and Inf must be where the graph has them, but where only its own arithmetic overflows (float64 is finite there, and
+the mapped graph near it); Inf in place of NaN is as loud.
 """
 
 import ctypes
@@ -269,8 +269,8 @@ class Comparison:
             off = np.abs(other - exact)
             fits = both & np.isfinite(other) & (off <= allowed)
             fits |= (one == other) | (np.isnan(one) & ~np.isfinite(other))
-            # Only the graph's own arithmetic overflows, which is as far off as can be.
-            fits |= ~np.isfinite(one) & np.isfinite(exact)
+            # Only the graph's own arithmetic overflows.
+            fits |= ~np.isfinite(one) & np.isfinite(exact) & (off <= allowed + 8.0 * unit * np.abs(exact))
             # float64 decides otherwise.
             fits |= np.isfinite(one) & ~np.isfinite(exact) & (np.abs(one - other) <= allowed)
         if fits.all():

@@ -23,6 +23,11 @@ class Unfit(Exception):
     """The graph has nothing that this mutation changes; another one is drawn."""
 
 
+def _is_exponent(node: onnx.NodeProto, place: int) -> bool:
+    """Of a computed exponent, one rounding decides whether it is whole, and the power of a negative number a number."""
+    return node.op_type == "Pow" and place == 1
+
+
 @dataclass
 class Mutant:
     """A graph while it is changed, and the types of its values as they were inferred last.
@@ -72,7 +77,7 @@ class Mutant:
             (number, place)
             for number, node in enumerate(self.nodes)
             for place, name in enumerate(node.input)
-            if name in self.types and fits(*self.types[name])
+            if name in self.types and fits(*self.types[name]) and not _is_exponent(node, place)
         ]
 
     def insert(self, edge: tuple[int, int], *steps: tuple[str, Sequence[str], dict[str, Any]]) -> None:
@@ -88,7 +93,7 @@ class Mutant:
         nodes = list(self.nodes)
         for later in nodes[number:] if everywhere else [nodes[number]]:
             for index, name in enumerate(later.input):
-                if name == source and (everywhere or index == place):
+                if name == source and (everywhere or index == place) and not _is_exponent(later, index):
                     later.input[index] = value
         self.put([*nodes[:number], *added, *nodes[number:]])
 
