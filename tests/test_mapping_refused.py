@@ -146,6 +146,12 @@ def sorted_routes(g: Graph) -> str:
     return g.op("TopK", flat, g.op("Shape", flat), count=2, largest=0) + "_1"
 
 
+def index_add_with_weights_of_another_order(g: Graph) -> str:
+    """The rows are sorted by expert, and the weights are not."""
+    g.input("weights", ["T", K])
+    return index_added(g, g.op("Div", sorted_routes(g), g.const(K, INT64)))
+
+
 def rows_put_at_given_places(g: Graph) -> str:
     """Places that are given may repeat: a row would be overwritten."""
     place = g.op("Reshape", g.input("place", ["R"], INT64), g.ints(-1, 1))
@@ -272,6 +278,7 @@ def gshard_as_a_matrix(g: Graph) -> str:
         (one_hot_of_an_unmasked_map, "entries of -1 in the map 'ids' would read the last row"),
         (index_add_of_given_tokens, "names each token K times"),
         (index_add_of_tokens_in_turn, "names each token K times"),
+        (index_add_with_weights_of_another_order, "are not sorted as the rows are"),
         (rows_put_at_given_places, "does not show that this names each route once"),
         (loop_over_all_experts_but_one, "does not show that"),
         (all_experts_by_given_ids, "entries of -1 in 'ids' would read another token's rows"),
