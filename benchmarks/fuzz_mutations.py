@@ -413,6 +413,8 @@ def factor(m: Mutant) -> str:
     values += [name for name in m.before(edge[0]) if m.types[name][0] == kind and len(m.types[name][1]) == len(dims)]
     other = m.one(values)
     op_type = m.one(("Mul", "Mul", "Add", "Div", "Sub"))
+    if op_type == "Div" and any(other in node.output and node.op_type == "Cast" for node in m.nodes):
+        raise Unfit  # a mask, and the weights that it drops would be NaN
     m.insert(edge, (op_type, m.one(([other], [other, ""])), {}))
     return f"{text}: {op_type} with '{other}'"
 

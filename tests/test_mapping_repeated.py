@@ -367,10 +367,15 @@ def test_case_42_a_bound_beyond_few_tokens(bound: int) -> None:
     assert operator(report) is None
 
 
+@pytest.mark.parametrize("part", ["sum", "first"])
 @pytest.mark.parametrize("is_sorted", [True, False])
-def test_case_42_one_row_for_all_routes(is_sorted: bool) -> None:
+def test_case_42_one_row_for_all_routes(is_sorted: bool, part: str) -> None:
     g = Graph()
-    row = g.op("ReduceSum", g.input("rows", ["N", HIDDEN]), g.ints(0), keepdims=1)
+    row = g.input("rows", ["N", HIDDEN])
+    if part == "sum":
+        row = g.op("ReduceSum", row, g.ints(0), keepdims=1)
+    else:
+        row = g.op("Slice", row, g.ints(0), g.ints(1), g.ints(0))
     if is_sorted:
         order = argsort(g)
         weights = g.op("Gather", g.op("Reshape", g.input("weights", ["T", TOP_K]), g.ints(-1)), order, axis=0)
@@ -423,3 +428,15 @@ def test_case_42_weights_of_one_token_in_bfloat16() -> None:
     cast.replace_input_with(0, column.outputs[0])
     model.graph.insert_after(column, cast)
     assert operator(compared_model(model)) == "MoEFinalizeAddRMSNorm"
+
+
+def test_case_42_a_masked_one_hot_matrix_of_entries_beyond_the_rows() -> None:
+    """An entry beyond the rows picks none, also where something else drops routes."""
+    g = Graph()
+    entries = g.op("Max", g.input("map", ["T", TOP_K], INT64), g.const(0, INT64))
+    g.input("rows", ["R", HIDDEN])
+    column = g.op("Unsqueeze", g.input("weights", ["T", TOP_K]), g.ints(-1))
+    matrix = g.op("OneHot", entries, g.op("Shape", "rows", end=1), g.const([0.0, 1.0]))
+    matrix = g.op("Where", g.op("Less", column, g.const(0.2)), g.const(0.0), matrix)
+    combined = g.op("ReduceSum", g.mul(matrix, column), g.ints(1), keepdims=0)
+    assert operator(compared(g, g.op("MatMul", combined, "rows"))) == "MoEFinalizeAddRMSNorm"

@@ -745,8 +745,10 @@ def are_rows(value: ir.Value, *ranks: int) -> bool:
 
 
 def is_repeated(rows: ir.Value) -> bool:
-    """Whether what nothing picks is one row, which is repeated for all routes."""
-    return rank(rows) == 2 and dim(rows, 0) == 1
+    """Whether what nothing picks may be one row, which is repeated for all routes: it is, or it is a part of others."""
+    # The name that `moetrt.shapes` gives a part.
+    is_part = is_op(rows.producer(), "Slice") and dim(rows, 0) == f"{rows.name}_dim_0"
+    return rank(rows) == 2 and (is_part or dim(rows, 0) == 1)
 
 
 def picked_seed(
@@ -804,7 +806,8 @@ def map_operand(
     elif not found.masks and not masked and found.kept:
         read, complaint = per_route_operand(clamped or base, found.top_k)
         read = _from_end(read, rows)
-        return read if clamped else lowered(read, found, rows), problem or complaint
+        read = read if clamped else lowered(read, found, rows)
+        return _only_rows(read, rows) if found.none_beyond else read, problem or complaint
     elif not found.masks and not masked and clamped is None and not never_negative(base.value):
         problem = (
             f"entries of -1 in the map '{base.value.name}' would read the last row: mask them "
