@@ -440,3 +440,26 @@ def test_case_42_a_masked_one_hot_matrix_of_entries_beyond_the_rows() -> None:
     matrix = g.op("Where", g.op("Less", column, g.const(0.2)), g.const(0.0), matrix)
     combined = g.op("ReduceSum", g.mul(matrix, column), g.ints(1), keepdims=0)
     assert operator(compared(g, g.op("MatMul", combined, "rows"))) == "MoEFinalizeAddRMSNorm"
+
+
+@pytest.mark.parametrize("clamp", ["none", "Max", "Clip", "Where", "to another row"])
+@pytest.mark.parametrize("einsum", [False, True])
+def test_case_38_a_clamped_map_in_a_matrix_of_comparisons(clamp: str, einsum: bool) -> None:
+    """``clamp(map) == arange(R)`` picks the clamp's row for -1, where ``map == arange(R)`` picks none."""
+    g = Graph()
+    index, zero = g.input("map", ["T", TOP_K], INT64), g.const(0, INT64)
+    if clamp in ("Max", "Clip"):
+        index = g.op(clamp, index, zero)
+    elif clamp != "none":
+        index = g.op("Where", g.op("Less", index, zero), zero if clamp == "Where" else g.const(3, INT64), index)
+    count = g.op("Squeeze", g.op("Shape", g.input("rows", ["R", HIDDEN]), end=1))
+    numbers = g.op("Range", zero, count, g.const(1, INT64))
+    matrix = g.cast(g.op("Equal", g.op("Unsqueeze", index, g.ints(-1)), numbers), "float32")
+    weights = g.input("weights", ["T", TOP_K])
+    if einsum:
+        routed = g.op("Einsum", weights, matrix, "rows", equation="tk,tkr,rh->th")
+    else:
+        products = g.mul(matrix, g.op("Unsqueeze", weights, g.ints(-1)))
+        routed = g.op("MatMul", g.op("ReduceSum", products, g.ints(1), keepdims=0), "rows")
+    report = compared(g, routed)
+    assert operator(report) == "MoEFinalizeAddRMSNorm"

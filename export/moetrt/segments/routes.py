@@ -769,11 +769,13 @@ def picked_seed(
         rows: [R, H].
         index: the numbers of the rows, as the graph has them.
         found: what multiplies and masks the picked rows.
-        masked: whether an entry of -1 picks nothing in any case.
+        masked: whether an index of -1 picks nothing in any case.
         only_read: where ``rows`` is what a clamp's bound is made from, another name of it.
     """
     base, clamped = index_of(index, only_read or rows, found)
     _check_lengths(base, found)
+    # What is clamped has no -1 left that picks nothing.
+    masked = masked and clamped is None
     operand, problem = map_operand(end, base, clamped, found, masked=masked, rows=rows, only_read=only_read)
     return weighted_seed(form, end, rows, found, operand, problem)
 
