@@ -360,3 +360,23 @@ def test_the_module_of_a_source_takes_its_inputs_in_order() -> None:
     wanted = module(**inputs)
     assert torch.equal(norm, wanted[0])
     assert torch.equal(hidden, wanted[1])
+
+
+def test_case_55_what_a_module_keeps_of_its_first_call_is_forgotten() -> None:
+    """Loading calls it: a length that it keeps would be the example's, for PyTorch's runs too."""
+
+    class Keeps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first: int | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.first is None:
+                self.first, self.added = x.shape[0], 1
+            return x * self.first
+
+    module = Keeps().eval()
+    source = as_source((module, {"x": torch.ones(6, 4)}, {"x": {0: "tokens"}}))
+    assert module.first is None
+    assert not hasattr(module, "added")
+    assert torch.equal(source.module(torch.ones(2, 4))[0], torch.full((2, 4), 2.0))

@@ -489,7 +489,7 @@ def _module_source(
     check_numbers(module, dict(zip(names_of([path for path, _ in leaves]), tensors, strict=True)), where)
     training = module.training
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _plain_attributes_kept(module):
             module.eval()
             results, _ = flatten(flat.call(*tensors))
     except MoetrtError:
@@ -505,6 +505,21 @@ def _module_source(
         output_names=names_of([path for path, _ in results], single="output"),
         description=type(module).__name__,
     )
+
+
+@contextmanager
+def _plain_attributes_kept(module: torch.nn.Module) -> Iterator[None]:
+    """What a module keeps of its first call, such as a length, is forgotten: its first call is the one that counts."""
+    plain = (int, float, str, type(None))
+    before = {part: {k: v for k, v in vars(part).items() if isinstance(v, plain)} for part in module.modules()}
+    try:
+        yield
+    finally:
+        for part, attributes in before.items():
+            for name in [name for name, value in vars(part).items() if isinstance(value, plain)]:
+                if name not in attributes:
+                    del vars(part)[name]
+            vars(part).update(attributes)
 
 
 def _by_parameter(module: torch.nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any] | tuple[Any, ...]:
