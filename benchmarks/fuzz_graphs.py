@@ -161,6 +161,16 @@ def one_hot_matrix() -> onnx.ModelProto:
     return _end(g, g.op("MatMul", _summed(g, g.mul(picks, _column(g, "weights"))), "rows"))
 
 
+def matrix_of_comparisons() -> onnx.ModelProto:
+    """The same matrix by comparing the map with the rows' numbers, in which -1 picks none."""
+    g = Graph()
+    _inputs(g)
+    count = g.op("Squeeze", g.op("Shape", "rows", start=0, end=1))
+    numbers = g.op("Range", g.const(0, _INT64), count, g.const(1, _INT64))
+    picks = g.cast(g.op("Equal", _column(g, "map"), numbers), "float32")
+    return _end(g, g.op("MatMul", _summed(g, g.mul(picks, _column(g, "weights"))), "rows"))
+
+
 def every_experts_rows() -> onnx.ModelProto:
     """Every expert's rows for every token, of which a router's choice is summed."""
     g = Graph()
@@ -254,6 +264,7 @@ GRAPHS: tuple[Callable[[], onnx.ModelProto], ...] = (
     routes_before_tokens,
     map_given_by_routes,
     one_hot_matrix,
+    matrix_of_comparisons,
     every_experts_rows,
     sorted_routes,
     rows_by_route,

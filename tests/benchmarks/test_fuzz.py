@@ -95,26 +95,26 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {
-    "an axis": Fault([(sums, "summed_axis", _by_size)], ("axis",), 38),
-    "a bound": Fault([(module, "lowered", _as_it_is) for module in (routes, loop)], ("clamp",), 41),
+    "an axis": Fault([(sums, "summed_axis", _by_size)], ("axis",), 56),
+    "a bound": Fault([(module, "lowered", _as_it_is) for module in (routes, loop)], ("clamp",), 43),
     "a cast": Fault([(routes, "keeps", lambda *dtypes: True)], ("cast",), 7),
-    "a mask": Fault([(routes, "set_other_masks_apart", _forget_masks), *_NOT_CHECKED], ("mask",), 98),
+    "a mask": Fault([(routes, "set_other_masks_apart", _forget_masks), *_NOT_CHECKED], ("mask",), 82),
     "a scale": Fault([(mapping, "_sum_attributes", _without_scale)], ("constant",), 7),
     "an added term": Fault([(growth, "_add", _add_and_forget), *_NOT_CHECKED], ("swap",), 0),
     "a transpose": Fault([(routes, "_transposed", _untransposed)], ("transpose",), 9),
-    "an eps": Fault([(rms_norm, "_plus_eps", _no_eps)], ("constant",), 12),
+    "an eps": Fault([(rms_norm, "_plus_eps", _no_eps)], ("constant",), 10),
     "an extra reader": Fault(
         [(mapping, "remove_dead", _remove_all), (rms_norm, "_check_readers", lambda *arguments: None)], ("reader",), 2
     ),
-    "the order of the routes": Fault([(loop, "_complaint", lambda *arguments: None)], ("constant", "axis"), 82),
+    "the order of the routes": Fault([(loop, "_complaint", lambda *arguments: None)], ("constant", "axis"), 286),
     "T for K's partner": Fault(
         [(module, "may_be_repeated", lambda *sizes: False) for module in (routes, sums, combine)]
         + [(routes, "_other_tokens", lambda *operands: None)],
         ("shape",),
-        12,
+        3,
     ),
-    "an entry beyond the rows": Fault([(routes, "_only_rows", _as_it_is)], ("swap",), 30),
-    "a broadcast": Fault([(routes, "_check_alike", lambda *arguments: None)], ("shape",), 343),
+    "an entry beyond the rows": Fault([(routes, "_only_rows", _as_it_is)], ("swap",), 12),
+    "a broadcast": Fault([(routes, "_check_alike", lambda *arguments: None)], ("shape",), 41),
 }
 
 
