@@ -491,7 +491,8 @@ def moetrt(*words: object, folder: Path, closed: str = "", **environment: str) -
     return subprocess.run(
         ["/bin/sh", "-c", f"{command} {closed}"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        # Streams keep what they could not write, as they do for a user.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "", **environment},
         capture_output=True,
         text=True,
         check=False,
