@@ -117,12 +117,9 @@ def _name_own_sizes(model: ir.Model) -> bool:
         output = node.outputs[0] if node.outputs else None
         if output is None or output.shape is None or not any(map(_is_unknown, output.shape)):
             continue
-        own = _own_sizes(node)
-        sizes = [
-            f"{output.name}_dim_{axis}" if _is_unknown(size) and axis in own else size
-            for axis, size in enumerate(output.shape)
-        ]
+        own = {axis for axis in _own_sizes(node) if _is_unknown(output.shape[axis])}
         if own:
+            sizes = [f"{output.name}_dim_{axis}" if axis in own else size for axis, size in enumerate(output.shape)]
             output.shape, found = ir.Shape(sizes), True
     return found
 
