@@ -143,8 +143,7 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", 130)
     except BrokenPipeError:
-        # The reader of a pipe left (`| head`): nothing more can be said, and the interpreter must not try.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of a pipe left (`| head`): nothing more can be said.
         return _PIPE_CLOSED
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
